@@ -37,7 +37,7 @@ from ragblend.ingestion.contexts import (
     explain_unfit_text,
     fits_context_length,
 )
-from ragblend.ingestion.deletion import delete_orphaned_kv, delete_stale_kv, delete_texts_except
+from ragblend.ingestion.deletion import delete_or_warn, delete_orphaned_kv, delete_stale_kv, delete_texts_except
 from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
@@ -128,9 +128,7 @@ def ingest(
         followed = sync_index(opened, found, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
         report = followed.report
         report.bytes_per_token = engine.bytes_per_token
-        report.num_removed_kv, problem = delete_orphaned_kv(opened, engine)
-        if problem:
-            logger.warning("removed KV stays in the remote tier (%s); the next ingestion deletes it there", problem)
+        report.num_removed_kv = delete_or_warn(partial(delete_orphaned_kv, opened, engine))
         if not followed.sources and not report.failures and not report.removed:
             raise EmptyCorpusError(explain_empty_corpus(paths, glob, report))
         chunks = [chunk for source in followed.sources for chunk in opened.chunks(source)]
@@ -202,9 +200,11 @@ def precompute_chunks(
             texts_of.setdefault(name, {})[text] = 0
         with open_registry(engine.store) as registry:
             registry.add_documents(texts_of)
+    keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
+    with open_registry(engine.store) as registry:
+        registry.cancel_deletions(keys.values())
     engine.store.apply_deletions()
     engine.add_known_chunks(distinct.values())  # before stored KV is looked up, so that `gc --orphans` keeps it
-    keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     stored = engine.store.contains_many(list(keys.values()))
     missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
     new = (chunk for chunk in missing if chunk.context != "neutral")
@@ -296,9 +296,7 @@ def precompute_index(
     prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, notify=notify, rewrite=rewrite, index=index, prefill=prefill)
     if context is not None:
-        report.num_removed_kv, problem = delete_other_variants(chunks, wanted, engine)
-        if problem:
-            logger.warning("old variants stay in the remote tier (%s); the same command deletes them there", problem)
+        report.num_removed_kv = delete_or_warn(partial(delete_other_variants, chunks, wanted, engine))
         refresh_pins(index.sources(), engine, index)
     report.num_chunks, report.num_documents = len(chunks), index.num_documents
     report.num_unchanged = report.num_documents
@@ -385,15 +383,12 @@ def precompute_documents(
     report.notes, report.num_documents = [*notes, *report.notes], len(texts_of)
     report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
     replaced = find_replaced_documents(identities, texts_of, registry)
-    report.num_removed_kv, problem = delete_texts_except(replaced, engine, registry)
+    report.num_removed_kv = delete_or_warn(partial(delete_texts_except, replaced, engine, registry))
     changed = [texts != registry.texts_of(name) for name, texts in texts_before.items() if texts]
     report.num_updated, report.num_unchanged = sum(changed), len(changed) - sum(changed)
     facts_of = dict.fromkeys(replaced, DocumentFacts()) | facts_of
     # Set last, so that after a killed call the same call replaces the document again.
     registry.set_facts({name: facts for name, facts in facts_of.items() if facts != registry.facts_of(name)})
     report.store_bytes = stored_kv_bytes(engine)
-    if problem:
-        why = "removed KV stays in the remote tier (%s); the next call that adds or removes documents deletes it"
-        logger.warning(why, problem)
     report.elapsed_s = perf_counter() - start_s
     return report

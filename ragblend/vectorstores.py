@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -32,7 +32,7 @@ from ragblend.corpus.embedders import (
 from ragblend.corpus.metadata import metadata_to_json
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.deletion import delete_orphaned_kv
+from ragblend.ingestion.deletion import delete_or_warn, delete_orphaned_kv
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
 from ragblend.option_fields import check_unicode
@@ -222,7 +222,7 @@ class BlendVectorStore(VectorStore):
 
     def _delete_orphaned_kv(self) -> None:
         if isinstance(self.inner, _IndexStore):  # the next deletion retries an unreachable remote tier
-            delete_orphaned_kv(self.inner.index, getattr(self.llm, "engine", self.llm))
+            delete_or_warn(partial(delete_orphaned_kv, self.inner.index, getattr(self.llm, "engine", self.llm)))
 
     get_by_ids = _delegate("get_by_ids")
     similarity_search = _delegate("similarity_search")

@@ -217,7 +217,7 @@ def test_a_missing_index_names_the_command_that_makes_one(tmp_path):
 
 def test_an_index_of_another_schema_is_refused(folder):
     with sqlite3.connect(folder / CATALOG_FILE) as db:
-        db.execute(f"UPDATE catalog_meta SET value = replace(value, '{SCHEMA_VERSION} ', '99 ')")
+        db.execute(f"UPDATE facts SET value = replace(value, '{SCHEMA_VERSION} ', '99 ')")
         db.execute("PRAGMA user_version = 99")
     with pytest.raises(StoreMismatchError, match="a catalogue of version 99"):
         open_index(folder)
@@ -337,7 +337,7 @@ def test_a_chunk_that_differs_from_its_id_is_noticed_when_read(folder, column, v
 @pytest.mark.parametrize("value", ["{}", "[", '{"id": "no hex"}'])
 def test_damaged_facts_of_an_index_are_noticed_when_it_is_opened(folder, value):
     db = sqlite3.connect(folder / CATALOG_FILE)
-    db.execute("UPDATE index_facts SET value = ? WHERE name = 'facts'", (value,))
+    db.execute("UPDATE facts SET value = ? WHERE name = 'index'", (value,))
     db.commit()
     db.close()
     with pytest.raises(CorruptError, match=r"damaged.*\. Repair it: .* or delete"):

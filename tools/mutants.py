@@ -94,8 +94,8 @@ variants-after-removed-stay     ingestion  keys_to_delete
     A.entries_of_chunks((B, B + C), D)  ->  A.entries_of_chunks((B,), D)
 deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
-text-of-others-released         catalog    ChunkRegistry.remove_from_document
-    A not in kept  ->  True
+text-of-others-released         catalog    ChunkRegistry.remove_from_documents
+    set(A) - find_existing(B, C, A, b_namespace=D)  ->  set(A)
 removed-vectors-stay            .          FaissVectors.sync
     A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False
 span-one-token-too-long         vllm       check_tokens_after_spans

@@ -1,4 +1,4 @@
-"""The documents of an index in the catalogue: chunks with vectors, the files they came from, and pending deletions.
+"""The documents of an index in the catalogue: chunks with vectors, the files they came from, and texts that they lost.
 
 A document is added, replaced or removed in one transaction, so a reader never sees half of one. The texts that it loses
 are recorded in the same transaction, so that their KV is deleted even if the process is killed first. Does not depend
@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, select
+from sqlalchemy import Connection, Row, Select, bindparam, delete, exists, func, insert, select, update
 
 from ragblend.catalog.index_rows import (
     IngestedFile,
     OrphanedTexts,
-    PendingDeletion,
     as_chunk,
     chunk_values,
     is_intact_chunk,
@@ -29,13 +28,13 @@ from ragblend.catalog.index_rows import (
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import (
     CHUNKS,
+    DELETIONS,
     DOCUMENTS,
+    FACTS,
     FILES,
-    INDEX_FACTS,
     INDEX_MARK,
-    INDEX_TABLES,
-    ORPHANED_TEXTS,
-    PENDING_DELETIONS,
+    IS_INDEXED,
+    DocumentKey,
     equals_parameters,
     find_existing,
     insert_rows,
@@ -47,9 +46,11 @@ from ragblend.errors import NotFoundError, StoreMismatchError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
-_CHUNK_ROWS = select(CHUNKS, DOCUMENTS.c.source).join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
-_DOCUMENTS = select(DOCUMENTS).order_by(DOCUMENTS.c.number)
-_OF_SOURCE = _CHUNK_ROWS.where(DOCUMENTS.c.source == bindparam("source")).order_by(CHUNKS.c.ordinal)
+_CHUNK_ROWS = select(CHUNKS, DOCUMENTS.c.id.label("source")).join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
+_DOCUMENTS = (
+    select(DOCUMENTS.c.id, DOCUMENTS.c.source, DOCUMENTS.c.version).where(IS_INDEXED).order_by(DOCUMENTS.c.number)
+)
+_OF_SOURCE = _CHUNK_ROWS.where(IS_INDEXED, DOCUMENTS.c.id == bindparam("source")).order_by(CHUNKS.c.ordinal)
 _WITH_IDS = _CHUNK_ROWS.where(is_in_values(CHUNKS.c.id))
 _AROUND = _CHUNK_ROWS.where(
     CHUNKS.c.document == bindparam("document"), CHUNKS.c.ordinal.between(bindparam("first"), bindparam("last"))
@@ -61,12 +62,11 @@ _IDS_SINCE = (
 )
 _A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_in_values(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
 _KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_in_values(CHUNKS.c.text_key)).distinct()
-_KNOWN_SOURCES = select(DOCUMENTS.c.source).where(is_in_values(DOCUMENTS.c.source))
-_HAS_TEXT = select(CHUNKS.c.id).where(CHUNKS.c.text_key == bindparam("text_key")).limit(1)
-_OF_ENTRY = equals_parameters(PENDING_DELETIONS, "key", "place")
-_PENDING = select(*(PENDING_DELETIONS.c[name] for name in PendingDeletion._fields))
+_KNOWN_SOURCES = select(DOCUMENTS.c.id).where(IS_INDEXED, is_in_values(DOCUMENTS.c.id))
+_IS_TEXT = DELETIONS.c.text != ""
 _DELETE_EMPTY_FILE = delete(FILES).where(
-    equals_parameters(FILES, "path"), ~exists(select(DOCUMENTS.c.number).where(DOCUMENTS.c.file == FILES.c.path))
+    equals_parameters(FILES, "path"),
+    ~exists(select(DOCUMENTS.c.number).where(IS_INDEXED, DOCUMENTS.c.source == FILES.c.path)),
 )
 
 
@@ -101,12 +101,12 @@ class IndexedDocuments:
         """Create the index with these facts (embedder, dimension, tokenizer, ...). An existing index is not changed."""
         with self._write():
             if not self.exists():
-                self._put_fact("facts", _facts_as_text(facts))
+                self._put_fact("index", _facts_as_text(facts))
                 self._put_fact("generation", "0")
 
     def exists(self) -> bool:
         """Return True if the catalogue has an index. Raises CorruptError if it has documents but no facts."""
-        has_facts = bool(self._rows(select(INDEX_FACTS.c.name).limit(1)))
+        has_facts = bool(self._rows(select(FACTS.c.name).where(FACTS.c.name == "index")))
         if not has_facts and self.num_documents:
             raise self.registry.damage_error("it has documents, but the facts of the index are missing")
         return has_facts
@@ -114,7 +114,7 @@ class IndexedDocuments:
     def read_metadata(self) -> dict[str, str]:
         """Return the facts of the index (embedder, dimension, tokenizer, ...), as texts by name."""
         try:
-            facts: dict[str, str] = json.loads(self._fact("facts"))
+            facts: dict[str, str] = json.loads(self._fact("index"))
         except ValueError as error:
             raise self.registry.damage_error(f"the facts of the index are damaged ({error})") from error
         return facts
@@ -132,14 +132,14 @@ class IndexedDocuments:
     def write_metadata(self, **changes: object) -> None:
         """Change or add facts of the index."""
         with self._write():
-            self._put_fact("facts", _facts_as_text(self.read_metadata() | changes))
+            self._put_fact("index", _facts_as_text(self.read_metadata() | changes))
 
     # --- reading ---
 
     @property
     def num_documents(self) -> int:
         """Number of documents, including those without chunks."""
-        return int(self._rows(select(func.count()).select_from(DOCUMENTS))[0][0])
+        return int(self._rows(select(func.count()).select_from(DOCUMENTS).where(IS_INDEXED))[0][0])
 
     @property
     def num_chunks(self) -> int:
@@ -148,7 +148,7 @@ class IndexedDocuments:
 
     def sources(self) -> list[str]:
         """Return the sources of all documents, in the order of their addition."""
-        return [row.source for row in self._rows(_DOCUMENTS)]
+        return [row.id for row in self._rows(_DOCUMENTS)]
 
     def content_hashes_by_file(self) -> dict[str, dict[str, str]]:
         """Return {file: {source: content hash}} of all documents, in the order in which they were added.
@@ -157,7 +157,7 @@ class IndexedDocuments:
         """
         found: dict[str, dict[str, str]] = {}
         for row in self._rows(_DOCUMENTS):
-            found.setdefault(row.file, {})[row.source] = row.content_hash
+            found.setdefault(row.source, {})[row.id] = row.version
         return found
 
     def files(self) -> dict[str, IngestedFile]:
@@ -225,7 +225,7 @@ class IndexedDocuments:
         span = {"first": row.ordinal - distance, "last": row.ordinal + distance}
         return self._intact_rows(_AROUND, document=row.document, **span)
 
-    # --- texts and entries that are to be deleted ---
+    # --- texts whose entries are to be deleted ---
 
     def orphaned_texts(self) -> OrphanedTexts:
         """Return the texts that were removed from documents of the index and that no chunk has any more.
@@ -233,7 +233,7 @@ class IndexedDocuments:
         `delete_orphaned_kv` deletes the KV of these texts.
         """
         with self.read_transaction() as connection:
-            rows = self._rows(select(ORPHANED_TEXTS).order_by(ORPHANED_TEXTS.c.number))
+            rows = self._rows(select(DELETIONS).where(_IS_TEXT).order_by(DELETIONS.c.number))
             source_of = {row.text: row.source for row in reversed(rows)}
             key_of = {text: text_key(text.strip()) for text in source_of}
             kept = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
@@ -246,36 +246,10 @@ class IndexedDocuments:
                 max((row.number for row in rows), default=0),
             )
 
-    def schedule_deletions(self, entries: Iterable[PendingDeletion], orphaned: OrphanedTexts) -> None:
-        """In one transaction, record `entries` as pending deletions and delete the records of the `orphaned` texts."""
+    def clear_orphaned_texts(self, orphaned: OrphanedTexts) -> None:
+        """Delete the records of the `orphaned` texts, because their entries are scheduled for deletion."""
         with self._write() as connection:
-            last_of = {(entry.key, entry.place): entry for entry in entries}
-            self.clear_deletions(last_of.values())
-            insert_rows(connection, PENDING_DELETIONS, (entry._asdict() for entry in last_of.values()))
-            connection.execute(delete(ORPHANED_TEXTS).where(ORPHANED_TEXTS.c.number <= orphaned.last_number))
-
-    def pending_deletions(self) -> list[PendingDeletion]:
-        """Return the pending deletions, in the order in which `schedule_deletions` recorded them."""
-        return [PendingDeletion._make(row) for row in self._rows(_PENDING.order_by(PENDING_DELETIONS.c.number))]
-
-    def current_deletions(self, entries: Iterable[PendingDeletion]) -> list[PendingDeletion]:
-        """Return these pending deletions as they are recorded now, because other processes may have changed them.
-
-        A deletion that is no longer recorded is left out. If another process has recorded the deletion of the same
-        entry again, the returned record may differ in `source` and `text_key`.
-        """
-        rows = (self._rows(_PENDING.where(_OF_ENTRY), b_key=entry.key, b_place=entry.place) for entry in entries)
-        return [PendingDeletion._make(row) for found in rows for row in found]
-
-    def has_chunk_with(self, key: bytes) -> bool:
-        """Return True if a chunk has the text with this `text_key`."""
-        return bool(self._rows(_HAS_TEXT, text_key=key))
-
-    def clear_deletions(self, entries: Iterable[PendingDeletion]) -> None:
-        """Remove the records of `entries`, because the entries were deleted or are needed again."""
-        if rows := [{"b_key": entry.key, "b_place": entry.place} for entry in entries]:
-            with self._write() as connection:
-                connection.execute(delete(PENDING_DELETIONS).where(_OF_ENTRY), rows)
+            connection.execute(delete(DELETIONS).where(_IS_TEXT, DELETIONS.c.number <= orphaned.last_number))
 
     # --- writing ---
 
@@ -286,12 +260,17 @@ class IndexedDocuments:
         with self._write() as connection:
             generation = self._advance()
             old = self._rows(_OF_SOURCE, source=source)
-            number = connection.execute(select(DOCUMENTS.c.number).where(DOCUMENTS.c.source == source)).scalar()
+            is_named = (IS_INDEXED, DOCUMENTS.c.id == source)
+            number = connection.execute(select(DOCUMENTS.c.number).where(*is_named)).scalar()
+            facts = {"source": file, "version": content_hash}
             if number is None:
-                number = connection.execute(select(func.coalesce(func.max(DOCUMENTS.c.number), 0) + 1)).scalar_one()
-            self._delete_document(connection, number)
-            document = {"number": number, "source": source, "file": file, "content_hash": content_hash}
-            insert_rows(connection, DOCUMENTS, [document])
+                key = DocumentKey(INDEX_MARK, source)
+                inserted = connection.execute(insert(DOCUMENTS), {**key._asdict(), **facts}).inserted_primary_key
+                assert inserted is not None
+                number = inserted[0]
+            else:
+                connection.execute(update(DOCUMENTS).where(*is_named).values(**facts))
+                connection.execute(delete(CHUNKS).where(CHUNKS.c.document == number))
             insert_rows(
                 connection,
                 CHUNKS,
@@ -305,13 +284,14 @@ class IndexedDocuments:
         with self._write() as connection:
             old = self._rows(_OF_SOURCE, source=source)
             found = connection.execute(
-                select(DOCUMENTS.c.number, DOCUMENTS.c.file).where(DOCUMENTS.c.source == source)
+                select(DOCUMENTS.c.number, DOCUMENTS.c.source).where(IS_INDEXED, DOCUMENTS.c.id == source)
             ).first()
             if found is None:
                 raise NotFoundError(f"{self.registry.name} has no document {source!r}; list them: ragblend documents")
             self._advance()
-            self._delete_document(connection, found.number)
-            records = connection.execute(select(FILES).where(FILES.c.path == found.file)).all()
+            connection.execute(delete(DOCUMENTS).where(DOCUMENTS.c.number == found.number))
+            connection.execute(delete(CHUNKS).where(CHUNKS.c.document == found.number))
+            records = connection.execute(select(FILES).where(FILES.c.path == found.source)).all()
             self.record_files(IngestedFile(record.path, "", record.top) for record in records)  # the file is read again
             self._record_orphans(connection, source, (row.text for row in old))
         return len(old)
@@ -328,13 +308,16 @@ class IndexedDocuments:
     def clear(self) -> None:
         """Remove the index: all documents and facts. Stored KV and registered texts stay."""
         with self._write() as connection:
-            for table in INDEX_TABLES:
+            for table in (FILES, CHUNKS):
                 connection.execute(delete(table))
+            connection.execute(delete(DOCUMENTS).where(IS_INDEXED))
+            connection.execute(delete(DELETIONS).where(_IS_TEXT))
+            connection.execute(delete(FACTS).where(FACTS.c.name.in_(("index", "generation"))))
 
     # --- helpers ---
 
     def _fact(self, name: str) -> str:
-        rows = self._rows(select(INDEX_FACTS.c.value).where(INDEX_FACTS.c.name == name))
+        rows = self._rows(select(FACTS.c.value).where(FACTS.c.name == name))
         if self.registry.identity != self._identity:
             raise StoreMismatchError(
                 f"{self.registry.name} was deleted or replaced after this index was opened; open the index again"
@@ -346,8 +329,8 @@ class IndexedDocuments:
 
     def _put_fact(self, name: str, value: str) -> None:
         with self._write() as connection:
-            connection.execute(delete(INDEX_FACTS).where(INDEX_FACTS.c.name == name))
-            insert_rows(connection, INDEX_FACTS, [{"name": name, "value": value}])
+            connection.execute(delete(FACTS).where(FACTS.c.name == name))
+            insert_rows(connection, FACTS, [{"name": name, "value": value}])
 
     def _advance(self) -> int:
         generation = self.generation() + 1
@@ -355,14 +338,10 @@ class IndexedDocuments:
         return generation
 
     @staticmethod
-    def _delete_document(connection: Connection, number: int) -> None:
-        connection.execute(delete(DOCUMENTS).where(DOCUMENTS.c.number == number))
-        connection.execute(delete(CHUNKS).where(CHUNKS.c.document == number))
-
-    @staticmethod
     def _record_orphans(connection: Connection, source: str, texts: Iterable[str]) -> None:
         # The table never reuses a number, so a reader can delete the rows it has read, and no later ones.
-        insert_rows(connection, ORPHANED_TEXTS, ({"source": source, "text": text} for text in dict.fromkeys(texts)))
+        rows = ({"key": "", "tier": "", "source": source, "text": text} for text in dict.fromkeys(texts))
+        insert_rows(connection, DELETIONS, rows)
 
     def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         return [row for some in split_into_batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]

@@ -37,19 +37,7 @@ class OrphanedTexts(NamedTuple):
     texts: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()  # documents that were removed
     source_of: Mapping[str, str] = MappingProxyType({})  # lost text -> the first document that had it
-    last_number: int = 0  # `schedule_deletions` removes the records up to this row number; 0: there are none
-
-
-class PendingDeletion(NamedTuple):
-    """A stored KV entry that has to be deleted, because its text was removed.
-
-    While the entry's remote tier is unreachable, this record is kept. It therefore contains no text.
-    """
-
-    key: str
-    place: str  # the tier: "" for the local tiers, else the remote tier's URL
-    source: str  # the document that had the text
-    text_key: bytes  # of the removed text; if it is b"" or `text_key("")`, the entry is deleted in any case
+    last_number: int = 0  # `clear_orphaned_texts` removes the records up to this row number; 0: there are none
 
 
 def row_id(chunk_id: str) -> int:

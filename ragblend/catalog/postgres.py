@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, InvalidatePoolError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
-from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION, SHARED_METADATA
+from ragblend.catalog.schema import FACTS, METADATA, SCHEMA_VERSION, SHARED_METADATA
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,
@@ -44,8 +44,8 @@ LOCK_TIMEOUT_S = 30.0
 POOL_SIZE, MAX_CONNECTIONS = 4, 16
 """Idle connections that a process keeps, and its largest number of connections."""
 _CREATION_LOCK = 0x7261_6762_6C65_6E64  # "ragblend" as the number of an advisory lock
-_COUNT_WRITE = "UPDATE catalog_meta SET value = (value::bigint + 1)::text WHERE name = 'version'"
-_READ_VERSION = "SELECT value FROM catalog_meta WHERE name = 'version'"
+_COUNT_WRITE = "UPDATE facts SET value = (value::bigint + 1)::text WHERE name = 'version'"
+_READ_VERSION = "SELECT value FROM facts WHERE name = 'version'"
 _BEGIN = {"DEFERRED": "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", "IMMEDIATE": f"BEGIN; {_COUNT_WRITE}"}
 
 
@@ -124,15 +124,15 @@ class PostgresDialect(Dialect):
 
     def _check_schema(self, connection: Connection) -> None:
         """Create the tables in an empty schema. Raises StoreMismatchError for another version's tables."""
-        if not inspect(connection).has_table(META.name):
+        if not inspect(connection).has_table(FACTS.name):
             connection.exec_driver_sql(f"BEGIN; SELECT pg_advisory_xact_lock({_CREATION_LOCK})")
-            if not inspect(connection).has_table(META.name):  # or another process was faster
+            if not inspect(connection).has_table(FACTS.name):  # or another process was faster
                 for tables in (METADATA, SHARED_METADATA):
                     tables.create_all(connection, checkfirst=False)
                 rows = [{"name": "schema", "value": str(SCHEMA_VERSION)}, {"name": "version", "value": "0"}]
-                connection.execute(META.insert(), rows)
+                connection.execute(FACTS.insert(), rows)
             connection.exec_driver_sql("COMMIT")
-        recorded = connection.execute(META.select().where(META.c.name == "schema")).first()
+        recorded = connection.execute(FACTS.select().where(FACTS.c.name == "schema")).first()
         version = recorded.value if recorded is not None else "none"
         if version != str(SCHEMA_VERSION):
             raise StoreMismatchError(

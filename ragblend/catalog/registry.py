@@ -15,28 +15,30 @@ import hashlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select
+from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
 
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
-    DOCUMENT_FACTS,
+    DELETIONS,
     DOCUMENT_TEXTS,
-    ENTRY_CHUNKS,
+    DOCUMENTS,
+    ENTRIES,
+    FACTS,
     INDEX_MARK,
-    META,
-    STORED_ENTRIES,
+    IS_SENT,
     TEXTS,
     TOKEN_IDS,
     DocumentFacts,
     DocumentKey,
+    PendingDeletion,
     equals_parameters,
     find_existing,
     insert_rows,
@@ -80,7 +82,7 @@ _OWNERS_OF_IDS = (
 )
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
-_NUM_REMOVALS = select(META.c.value).where(META.c.name == _REMOVALS)
+_NUM_REMOVALS = select(FACTS.c.value).where(FACTS.c.name == _REMOVALS)
 _HAS_TEXT = select(TEXTS.c.number).where(equals_parameters(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_in_values(TEXTS.c.key))
 _OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_in_values(DOCUMENT_TEXTS.c.key))
@@ -91,7 +93,9 @@ _KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
     (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
     | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
 )
-_KNOWN_ENTRIES = select(STORED_ENTRIES.c.entry).where(is_in_values(STORED_ENTRIES.c.entry))
+_KNOWN_ENTRIES = select(ENTRIES.c.key).where(is_in_values(ENTRIES.c.key))
+_STORED_ENTRIES = _KNOWN_ENTRIES.where(ENTRIES.c.fingerprint != "")
+_OF_ENTRY = equals_parameters(ENTRIES, "key")
 _TEXTS_OF = (
     select(TEXTS.c.text, DOCUMENT_TEXTS.c.start)
     .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
@@ -100,16 +104,14 @@ _TEXTS_OF = (
 _DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields, "key"))
 _OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
 _OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_FACTS_OF_DOCUMENT = equals_parameters(DOCUMENT_FACTS, *DocumentKey._fields)
-_FACTS = select(DOCUMENT_FACTS.c.version, DOCUMENT_FACTS.c.source).where(_FACTS_OF_DOCUMENT)
-_CHUNK_OF_ENTRY = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.namespace).where(
-    equals_parameters(ENTRY_CHUNKS, "entry")
-)
-_ENTRIES_OF = (
-    select(ENTRY_CHUNKS.c.entry)
-    .where(equals_parameters(ENTRY_CHUNKS, "ids_hash", "namespace"))
-    .order_by(ENTRY_CHUNKS.c.entry)
-)
+_OF_DOCUMENT = equals_parameters(DOCUMENTS, *DocumentKey._fields)
+_FACTS = select(DOCUMENTS.c.version, DOCUMENTS.c.source).where(_OF_DOCUMENT)
+_CLEAR_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key", "tier"))
+_CANCEL_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key"))
+_PENDING = select(DELETIONS.c.key).where(is_in_values(DELETIONS.c.key))
+_PENDING_IN_TIER = _PENDING.where(equals_parameters(DELETIONS, "tier"))
+_CHUNK_OF_ENTRY = select(ENTRIES.c.ids_hash, ENTRIES.c.namespace).where(_OF_ENTRY)
+_ENTRIES_OF = select(ENTRIES.c.key).where(equals_parameters(ENTRIES, "ids_hash", "namespace")).order_by(ENTRIES.c.key)
 
 
 class ChunkRegistry(Catalog):
@@ -122,7 +124,7 @@ class ChunkRegistry(Catalog):
         """
         key = f"model {fingerprint}"
         with self._write() as connection:
-            query = select(META.c.name, META.c.value).where(META.c.name.startswith("model "))
+            query = select(FACTS.c.name, FACTS.c.value).where(FACTS.c.name.startswith("model "))
             known = {row.name: row.value for row in connection.execute(query)}
             if known and key not in known and not new_model:
                 raise StoreMismatchError(
@@ -130,7 +132,7 @@ class ChunkRegistry(Catalog):
                     f"runs {name}; name another database or schema: `catalog`"
                 )
             if key not in known:
-                connection.execute(insert(META), {"name": key, "value": name})
+                connection.execute(insert(FACTS), {"name": key, "value": name})
 
     # --- reading texts and documents ---
 
@@ -147,12 +149,13 @@ class ChunkRegistry(Catalog):
     def _has_key(self, key: bytes) -> bool:
         return bool(self._rows(_HAS_TEXT, b_key=key))
 
-    def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
-        """Return the `texts` that no document has. Duplicates and blank texts are left out."""
+    def find_unowned_texts(self, texts: Iterable[str], namespace: str) -> list[str]:
+        """Return the `texts` that neither an index nor a document of `namespace` has. Duplicates and blank texts are
+        left out."""
         key_of = {text: text_key(stripped) for text in texts if (stripped := _normalize(text))}
         with self._locked() as connection:
-            known = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
-        return [text for text, key in key_of.items() if key not in known]
+            owned = find_existing(connection, _KEYS_OF_NAMESPACE, set(key_of.values()), b_namespace=namespace)
+        return [text for text, key in key_of.items() if key not in owned]
 
     def texts_of(self, document: DocumentKey, before: int | None = None) -> set[str]:
         """Return the texts that belong to a document. before: only texts whose middle is before this offset."""
@@ -215,15 +218,6 @@ class ChunkRegistry(Catalog):
                     insert_rows(connection, DOCUMENT_TEXTS, rows)
         return num_new
 
-    def _insert_missing(self, table: Table, missing: Callable[[Connection], list[dict[str, object]]]) -> None:
-        """Insert the rows that `missing` returns. The write transaction, which waits for other writers, only begins if
-        a row is missing.
-        """
-        with self._locked() as connection:
-            if missing(connection):
-                with self._write():  # another process may have inserted some rows
-                    insert_rows(connection, table, missing(connection))
-
     def facts_of(self, document: DocumentKey) -> DocumentFacts:
         """Return the version and the source of a document that `set_facts` recorded."""
         rows = self._rows(_FACTS, **document.parameters())
@@ -234,46 +228,37 @@ class ChunkRegistry(Catalog):
         if facts:
             with self._write() as connection:
                 keys = [document.parameters() for document in facts]
-                connection.execute(delete(DOCUMENT_FACTS).where(_FACTS_OF_DOCUMENT), keys)
-                rows = ({**document._asdict(), **each._asdict()} for document, each in facts.items() if any(each))
-                insert_rows(connection, DOCUMENT_FACTS, rows)
+                connection.execute(delete(DOCUMENTS).where(_OF_DOCUMENT, ~IS_SENT), keys)
+                changed = update(DOCUMENTS).where(_OF_DOCUMENT)
+                for document, each in facts.items():
+                    values = each._asdict()
+                    is_sent = connection.execute(changed.values(**values), document.parameters()).rowcount
+                    if not is_sent and any(each):
+                        insert_rows(connection, DOCUMENTS, [{**document._asdict(), **values}])
 
-    def preview_orphaned_texts(self, kept_texts: Mapping[DocumentKey, Iterable[str]]) -> list[str]:
-        """Return the texts that a namespace would lose if each of the documents kept only its `kept_texts`.
+    def remove_from_documents(self, texts_of: Mapping[DocumentKey, Iterable[str]], namespace: str) -> list[str]:
+        """Remove texts from documents. Return those that neither an index nor a document of `namespace` has any more.
 
-        A text is left out if an index, or another document of the same namespace, has the text. Nothing is changed.
+        Their token ids for the namespace are deleted. Texts that no document has are deleted with all token ids.
         """
-        lost: dict[str, set[DocumentKey]] = {}
-        with self._locked():
-            for document, texts in kept_texts.items():
-                for text in self.texts_of(document) - set(map(_normalize, texts)):
-                    lost.setdefault(text, set()).add(document)
-            return sorted(text for text, losing in lost.items() if self._is_released(text, losing))
-
-    def _is_released(self, text: str, losing: set[DocumentKey]) -> bool:
-        namespaces = {document.namespace for document in losing}
-        owners = self.documents_of(text)
-        return losing.issuperset(owner for owner in owners if owner.namespace in namespaces or owner.is_index)
-
-    def remove_from_document(self, texts: Iterable[str], document: DocumentKey) -> list[str]:
-        """Remove texts from a document. Delete the texts that no other document has, and return them.
-
-        Token ids for the document's namespace are deleted, if no index or other document of the namespace has the text.
-        """
-        released = {text_key(text): text for text in map(_normalize, texts)}
-        if not released:
+        text_of: dict[bytes, str] = {}
+        owners: list[dict[str, object]] = []
+        for document, texts in texts_of.items():
+            for text in map(_normalize, texts):
+                text_of[text_key(text)] = text
+                owners.append({**document.parameters(), "b_key": text_key(text)})
+        if not owners:
             return []
         with self._write() as connection:
-            connection.execute(_DISOWN, [{**document.parameters(), "b_key": key} for key in released])
-            kept = find_existing(connection, _OWNED_KEYS, released)
-            gone = [text for key, text in released.items() if key not in kept]
-            self.delete_texts(gone)
-            elsewhere = kept - find_existing(connection, _KEYS_OF_NAMESPACE, released, b_namespace=document.namespace)
-            if elsewhere:
-                values = [{"b_namespace": document.namespace, "b_key": key} for key in elsewhere]
+            connection.execute(_DISOWN, owners)
+            released = set(text_of) - find_existing(connection, _KEYS_OF_NAMESPACE, text_of, b_namespace=namespace)
+            others = find_existing(connection, _OWNED_KEYS, released)
+            self.delete_texts(text_of[key] for key in released - others)
+            if others:
+                values = [{"b_namespace": namespace, "b_key": key} for key in others]
                 connection.execute(delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "namespace", "key")), values)
                 self._count_removal(connection)
-        return gone
+        return [text for key, text in text_of.items() if key in released]
 
     def delete_texts(self, texts: Iterable[str]) -> int:
         """Delete texts from all documents. Return the number of deleted texts."""
@@ -287,15 +272,10 @@ class ChunkRegistry(Catalog):
             self._count_removal(connection)
             return num_removed
 
-    @contextmanager
-    def block_additions(self) -> Iterator[Callable[[bytes], bool]]:
-        """Inside the block, no other thread or process can add a text or change the catalogue. Keep the block short.
-
-        Other writers wait until the block ends. Yields a function that takes the key of a text and returns True if the
-        text is stored.
-        """
-        with self._write():
-            yield self._has_key
+    def write_transaction(self) -> AbstractContextManager[Connection]:
+        """Apply all changes of the block, or none. No other thread or process can change the catalogue inside it. Keep
+        it short."""
+        return self._write()
 
     # --- token ids ---
 
@@ -335,8 +315,8 @@ class ChunkRegistry(Catalog):
 
     def _count_removal(self, connection: Connection) -> None:
         row = {"name": _REMOVALS, "value": str(self.num_id_removals() + 1)}
-        connection.execute(delete(META).where(META.c.name == _REMOVALS))
-        connection.execute(insert(META), row)
+        connection.execute(delete(FACTS).where(FACTS.c.name == _REMOVALS))
+        connection.execute(insert(FACTS), row)
         self._num_changes += 1
 
     def num_id_removals(self) -> int:
@@ -394,69 +374,119 @@ class ChunkRegistry(Catalog):
     def record_stored_entries(self, keys: Iterable[str], fingerprint: str) -> None:
         """Record the keys of stored entries with the fingerprint of their model."""
         given = list(dict.fromkeys(keys))
-
-        def missing(connection: Connection) -> list[dict[str, object]]:
-            known = find_existing(connection, _KNOWN_ENTRIES, given)
-            return [{"entry": key, "fingerprint": fingerprint} for key in given if key not in known]
-
-        self._insert_missing(STORED_ENTRIES, missing)
+        with self._locked() as connection:
+            if len(find_existing(connection, _STORED_ENTRIES, given)) == len(given):
+                return
+            with self._write():
+                known = find_existing(connection, _KNOWN_ENTRIES, given)
+                if changed := [{"b_key": key} for key in known]:
+                    connection.execute(update(ENTRIES).where(_OF_ENTRY).values(fingerprint=fingerprint), changed)
+                row = {"fingerprint": fingerprint, "namespace": "", "ids_hash": None}
+                insert_rows(connection, ENTRIES, ({**row, "key": key} for key in given if key not in known))
 
     def remove_stored_entries(self, keys: Iterable[str]) -> None:
-        """Remove the records of deleted entries, so that `verify` does not report them as missing."""
-        with self._write() as connection:
-            _delete_entries(connection, STORED_ENTRIES, keys)
+        """Record that entries are not stored any more, so that `verify` does not report them as missing."""
+        if rows := [{"b_key": key} for key in keys]:
+            with self._write() as connection:
+                connection.execute(delete(ENTRIES).where(_OF_ENTRY, ENTRIES.c.ids_hash.is_(None)), rows)
+                connection.execute(update(ENTRIES).where(_OF_ENTRY).values(fingerprint=""), rows)
 
     def fingerprints_by_key(self) -> dict[str, str]:
         """Return {key: fingerprint of the model} of the recorded entries."""
-        rows = self._rows(select(STORED_ENTRIES).order_by(STORED_ENTRIES.c.entry))
-        return {row.entry: row.fingerprint for row in rows}
+        query = select(ENTRIES.c.key, ENTRIES.c.fingerprint).where(ENTRIES.c.fingerprint != "").order_by(ENTRIES.c.key)
+        return {row.key: row.fingerprint for row in self._rows(query)}
+
+    # --- deletions of entries, see `engine.deletions` ---
+
+    def local_tier(self, folder: Path | None) -> str:
+        """Return the name of a machine's tiers in `PendingDeletion.tier`: "", or in a shared catalogue the name of the
+        host and the store's `folder`."""
+        return self._mark(folder)
+
+    def record_deletions(self, deletions: Iterable[PendingDeletion]) -> None:
+        """Record entries to be deleted."""
+        with self._write() as connection:
+            if recorded := [*deletions]:
+                connection.execute(_CLEAR_DELETION, [{"b_key": each.key, "b_tier": each.tier} for each in recorded])
+                insert_rows(connection, DELETIONS, ({**each._asdict(), "text": ""} for each in recorded))
+
+    def pending_deletions(self, tiers: Iterable[str]) -> list[PendingDeletion]:
+        """Return the recorded deletions from `tiers`, in the order in which they were recorded."""
+        columns = [DELETIONS.c[name] for name in PendingDeletion._fields]
+        query = (
+            select(*columns).where(is_in_values(DELETIONS.c.tier), DELETIONS.c.key != "").order_by(DELETIONS.c.number)
+        )
+        return [PendingDeletion._make(row) for row in self._rows(query, values=[*tiers])]
+
+    def find_pending_sources(self) -> set[str]:
+        """Return the documents of which entries have to be deleted from some tier. Unknown ones are left out."""
+        query = select(DELETIONS.c.source).where(DELETIONS.c.key != "", DELETIONS.c.source != "").distinct()
+        return {row.source for row in self._rows(query)}
+
+    def find_pending(self, keys: Iterable[str], tier: str) -> list[str]:
+        """Return the `keys` whose deletion from a tier is recorded, because other processes may have changed it."""
+        keys = [*keys]
+        with self._locked() as connection:
+            pending = find_existing(connection, _PENDING_IN_TIER, keys, b_tier=tier)
+        return [key for key in keys if key in pending]
+
+    def clear_deletions(self, keys: Iterable[str], tier: str) -> None:
+        """Remove the records of deletions from a tier, because it has deleted the entries."""
+        if rows := [{"b_key": key, "b_tier": tier} for key in keys]:
+            with self._write() as connection:
+                connection.execute(_CLEAR_DELETION, rows)
+
+    def cancel_deletions(self, keys: Iterable[str]) -> None:
+        """Remove the records of deletions of entries that are stored again. Call it before they are looked up."""
+        keys = [*keys]
+        with self._locked() as connection:
+            if pending := find_existing(connection, _PENDING, keys):
+                with self._write():
+                    connection.execute(_CANCEL_DELETION, [{"b_key": key} for key in pending])
 
     # --- the chunk of an entry ---
 
     def record_entry_chunk(self, entry: str, token_ids: Sequence[int], namespace: str) -> None:
         """Record that the entry with key `entry` has the KV of the chunk with these token ids."""
-        self._record_entry_chunk(entry, hash_ids(token_ids), namespace)
-
-    def _record_entry_chunk(self, entry: str, ids_hash: bytes, namespace: str) -> None:
-        def missing(connection: Connection) -> list[dict[str, object]]:
-            known = {tuple(row) for row in connection.execute(_CHUNK_OF_ENTRY, {"b_entry": entry})}
-            return (
-                []
-                if (ids_hash, namespace) in known
-                else [{"ids_hash": ids_hash, "namespace": namespace, "entry": entry}]
-            )
-
-        self._insert_missing(ENTRY_CHUNKS, missing)
+        chunk = (hash_ids(token_ids), namespace)
+        with self._locked() as connection:
+            if connection.execute(_CHUNK_OF_ENTRY, {"b_key": entry}).first() == chunk:
+                return
+            with self._write():
+                values = {"ids_hash": chunk[0], "namespace": namespace}
+                if not connection.execute(update(ENTRIES).where(_OF_ENTRY).values(**values), {"b_key": entry}).rowcount:
+                    insert_rows(connection, ENTRIES, [{"key": entry, "fingerprint": "", **values}])
 
     def entries_of_chunks(self, chunks: Iterable[Sequence[int]], namespace: str) -> list[list[str]]:
         """Return, for each chunk, the keys of the entries that are recorded with it. `chunks`: token ids of each."""
         found = (self._rows(_ENTRIES_OF, b_ids_hash=hash_ids(ids), b_namespace=namespace) for ids in chunks)
-        return [[row.entry for row in rows] for rows in found]
+        return [[row.key for row in rows] for rows in found]
 
-    def remove_entry_chunks(self, entries: Iterable[str]) -> None:
-        """Remove the records that `record_entry_chunk` made. The caller deletes the `entries` from the store."""
-        with self._write() as connection:
-            _delete_entries(connection, ENTRY_CHUNKS, filter(None, entries))
+    def remove_entries(self, keys: Iterable[str]) -> None:
+        """Remove the records of entries. The caller deletes the entries from the store."""
+        if rows := [{"b_key": key} for key in keys]:
+            with self._write() as connection:
+                connection.execute(delete(ENTRIES).where(_OF_ENTRY), rows)
 
     def are_all_entries_recorded(self, folder: Path) -> bool:
         """Return True if the chunks of every entry in the store's folder are recorded.
 
         They are not if the catalogue was made for entries that already existed, as after the loss of a catalogue.
         """
-        return any(row.namespace == self._mark(folder) for row in self._rows(_CHUNK_OF_ENTRY, b_entry=""))
+        return bool(self._rows(select(FACTS.c.name).where(FACTS.c.name == self._recorded_fact(folder))))
 
     def mark_all_entries_recorded(self, folder: Path) -> None:
         """Mark the registry as complete for a store: no entry in `folder` has to be read again to find its chunks."""
-        self._record_entry_chunk("", b"", self._mark(folder))
+        with self._write() as connection:
+            if not self.are_all_entries_recorded(folder):
+                connection.execute(insert(FACTS), {"name": self._recorded_fact(folder), "value": ""})
 
-    def _mark(self, folder: Path) -> str:
+    def _recorded_fact(self, folder: Path) -> str:
+        return f"entries recorded {self._mark(folder)}"
+
+    def _mark(self, folder: Path | None) -> str:
         """Return the name of the folder in a shared catalogue; "" in its own."""
         return f"{platform.node()}:{folder}" if self.is_shared else ""
-
-
-def _delete_entries(connection: Connection, table: Table, entries: Iterable[str]) -> None:
-    if rows := [{"b_entry": entry} for entry in entries]:
-        connection.execute(delete(table).where(equals_parameters(table, "entry")), rows)
 
 
 def _normalize(text: str) -> str:

@@ -128,14 +128,9 @@ def _partial_index(name: str, *columns: Column[Any], where: ColumnElement[bool])
     return Index(name, *columns, sqlite_where=where, postgresql_where=where)
 
 
-META = Table("catalog_meta", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
+FACTS = Table("facts", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
+"""Facts of the catalogue and of its index, and the names of models by fingerprint."""
 TEXTS = _table("texts", _number(), Column("key", BLOB, nullable=False, unique=True), _text("text"))
-DOCUMENT_FACTS = _table(
-    "document_facts",
-    *(_text(name) for name in (*DocumentKey._fields, "version", "source")),
-    key="collection id namespace",
-)
-"""The version and the source of each document that has one of both."""
 DOCUMENT_TEXTS = _table(
     "document_texts",
     *(_text(name) for name in DocumentKey._fields),
@@ -145,13 +140,12 @@ DOCUMENT_TEXTS = _table(
 )
 """The documents that each text belongs to. `start`: the text's offset in the document, in characters; 0 if unknown."""
 Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
-STORED_ENTRIES = _table("stored_entries", _text("entry"), _text("fingerprint"), key="entry")
-"""Entries that were stored and not deleted, with the fingerprint of their model."""
-ENTRY_CHUNKS = _table(
-    "entry_chunks", _blob("ids_hash"), _text("namespace"), _text("entry"), key="ids_hash namespace entry"
+ENTRIES = _table(
+    "entries", *(_text(name) for name in ("key", "fingerprint", "namespace")), Column("ids_hash", BLOB), key="key"
 )
-"""The chunk of each entry, as the hash of its token ids."""
-Index("entry_chunks_by_entry", ENTRY_CHUNKS.c.entry)
+"""Entries, each with the namespace and the hash of the token ids of its chunk, NULL if unknown. `fingerprint`: of the
+model if the entry was stored completely and not deleted, else ""."""
+Index("entries_by_chunk", ENTRIES.c.ids_hash, ENTRIES.c.namespace)
 TOKEN_IDS = _table(
     "token_ids",
     _number(),
@@ -174,22 +168,31 @@ class SentDocumentCounts(NamedTuple):
     new_kv_bytes: int = 0
 
 
-SENT_DOCUMENTS = _table(
-    "sent_documents",
+DOCUMENTS = _table(
+    "documents",
     _number(),
-    *(_text(name) for name in ("namespace", "collection", "id", "ingestion", "version", "metadata")),
-    *(Column(name, TEXT, nullable=False, server_default="") for name in ("stored_version", "reason")),
+    *(_text(name) for name in ("namespace", "collection", "id")),
+    *(
+        Column(name, TEXT, nullable=False, server_default="")
+        for name in ("source", "version", "ingestion", "sent_version", "stored_version", "metadata", "reason")
+    ),
     Column("body", TEXT),
     *(Column(name, INTEGER, nullable=False, server_default="0") for name in SentDocumentCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
 )
-"""The documents that clients sent to a server."""
-_partial_index(
-    "sent_documents_waiting",
-    SENT_DOCUMENTS.c.namespace,
-    SENT_DOCUMENTS.c.number,
-    where=SENT_DOCUMENTS.c.body.is_not(None),
-)
+"""Documents with a source, a version or a status.
+
+- Of an index: `collection` is INDEX_MARK, `id` the document's source, `source` its file, `version` its content hash.
+- Of frameworks: `source` and `version` are its DocumentFacts. A document without both has no row.
+- Sent to a server: `ingestion` is not "". `sent_version` was sent last, `stored_version` stored last. `body` is set
+  while it waits. It has DocumentFacts, too, once it is stored.
+"""
+Index("documents_by_source", DOCUMENTS.c.source)
+IS_INDEXED = and_(DOCUMENTS.c.namespace == "", DOCUMENTS.c.collection == INDEX_MARK)
+"""Condition for the documents of an index."""
+IS_SENT = DOCUMENTS.c.ingestion != ""
+"""Condition for the documents that clients sent to a server."""
+_partial_index("documents_waiting", DOCUMENTS.c.namespace, DOCUMENTS.c.number, where=DOCUMENTS.c.body.is_not(None))
 
 SHARED_METADATA = MetaData()
 """Additional tables of a catalogue that several servers share."""
@@ -201,18 +204,8 @@ LEASES = Table(
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
 """The server that works on each document, and the end of its lease."""
-INDEX_FACTS = _table("index_facts", _text("name"), _text("value"), key="name")
-"""Facts of the index (embedder, dimension, tokenizer, ...), and its generation."""
 FILES = _table("files", _text("path"), _text("version"), _text("top"), key="path")
 """The files from which the documents of the index came."""
-DOCUMENTS = _table(
-    "documents",
-    _number(),
-    Column("source", TEXT, nullable=False, unique=True),
-    *(_text(name) for name in ("file", "content_hash")),
-)
-"""The documents of the index."""
-Index("documents_by_file", DOCUMENTS.c.file)
 CHUNKS = _table(
     "chunks",
     Column("id", INTEGER, primary_key=True, autoincrement=False),
@@ -227,17 +220,23 @@ CHUNKS = _table(
 Index("chunks_by_text", CHUNKS.c.text_key)
 # A search lists new chunks from this index alone, without reading texts and vectors.
 Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
-ORPHANED_TEXTS = _table("orphaned_texts", _number(), _text("source"), _text("text"))
-"""Texts that documents of the index lost. The rows are deleted when the entries are in `pending_deletions`."""
-PENDING_DELETIONS = _table(
-    "pending_deletions",
-    _number(),
-    *(_text(name) for name in ("key", "place", "source")),
-    _blob("text_key"),
-    UniqueConstraint("key", "place"),
-)
-"""Entries to be deleted, and the tier to delete them from, which may be unreachable."""
-INDEX_TABLES = (INDEX_FACTS, FILES, DOCUMENTS, CHUNKS, ORPHANED_TEXTS, PENDING_DELETIONS)
+
+
+class PendingDeletion(NamedTuple):
+    """An entry that has to be deleted from a tier. The record stays while a remote tier is unreachable, and contains
+    no text. tier: a value of `ChunkRegistry.local_tier`, or a remote tier's URL. source: the document that had the
+    text; "" if unknown.
+    """
+
+    key: str
+    tier: str
+    source: str
+
+
+DELETIONS = _table("deletions", _number(), *(_text(name) for name in (*PendingDeletion._fields, "text")))
+"""Entries to be deleted (`PendingDeletion`), and texts that documents of the index lost, whose entries have to be found
+first. A row has a key or a text; the other is ""."""
+Index("deletions_by_key", DELETIONS.c.key)
 
 
 def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> int:

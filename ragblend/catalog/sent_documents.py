@@ -15,12 +15,13 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, case, cast, delete, func, insert, literal, select, text, update
+from sqlalchemy import ColumnElement, and_, case, cast, delete, func, insert, literal, select, text, update
 
 from ragblend.catalog.database import Catalog
 from ragblend.catalog.schema import (
+    DOCUMENTS,
     INTEGER,
-    SENT_DOCUMENTS,
+    IS_SENT,
     DocumentKey,
     SentDocumentCounts,
     equals_parameters,
@@ -28,11 +29,20 @@ from ragblend.catalog.schema import (
     is_in_values,
 )
 
-_ROW = SENT_DOCUMENTS.c
-STATUS = case((_ROW.stored_version == _ROW.version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
-_OF_DOCUMENT = equals_parameters(SENT_DOCUMENTS, *DocumentKey._fields)
+_ROW = DOCUMENTS.c
+STATUS = case((_ROW.stored_version == _ROW.sent_version, "stored"), (_ROW.body.is_not(None), "pending"), else_="failed")
+_OF_DOCUMENT = equals_parameters(DOCUMENTS, *DocumentKey._fields)
+_OF_SENT = and_(_OF_DOCUMENT, IS_SENT)
 _COUNTS = [_ROW[name] for name in SentDocumentCounts._fields]
-_FACTS = [_ROW.collection, _ROW.id, _ROW.version, _ROW.ingestion, _ROW.metadata, _ROW.reason, *_COUNTS]
+_FACTS = [
+    _ROW.collection,
+    _ROW.id,
+    _ROW.sent_version.label("version"),
+    _ROW.ingestion,
+    _ROW.metadata,
+    _ROW.reason,
+    *_COUNTS,
+]
 
 
 class SentDocument(NamedTuple):
@@ -95,23 +105,25 @@ class SentDocumentTable(Catalog):
         with self._write() as connection:
             for document in documents:
                 name, body = DocumentKey(document.collection, document.id, namespace), document.body
-                query = select(_ROW.version, _ROW.stored_version, _ROW.body).where(_OF_DOCUMENT)
-                older = connection.execute(query, name.parameters()).first()
-                version, stored_version, waiting = older or ("", "", None)
-                if older is not None:
+                older = connection.execute(select(DOCUMENTS).where(_OF_DOCUMENT), name.parameters()).first()
+                facts = {} if older is None else {"version": older.version, "source": older.source}
+                is_known = older is not None and older.ingestion != ""
+                version, stored_version, waiting = "", "", None
+                if older is not None and is_known:
+                    version, stored_version, waiting = older.sent_version, older.stored_version, older.body
                     replaced.append(document.id)
                 if "adds" in body:
                     if version == document.version and waiting is not None:
                         body = _joined(json.loads(waiting), body)
                     stored_version = ""  # not all of its chunks are stored
-                connection.execute(delete(SENT_DOCUMENTS).where(_OF_DOCUMENT), name.parameters())
-                row = {**name._asdict(), "ingestion": ingestion, "version": document.version}
+                connection.execute(delete(DOCUMENTS).where(_OF_DOCUMENT), name.parameters())
+                row = {**name._asdict(), **facts, "ingestion": ingestion, "sent_version": document.version}
                 row |= {
                     "stored_version": stored_version,
                     "metadata": json.dumps(document.metadata),
                     "body": json.dumps(body),
                 }
-                connection.execute(insert(SENT_DOCUMENTS), row)
+                connection.execute(insert(DOCUMENTS), row)
         return ingestion, replaced
 
     def next_waiting(
@@ -128,7 +140,7 @@ class SentDocumentTable(Catalog):
         if but is not None:
             waiting = waiting.where(_ROW.namespace != but)
         waiting = waiting.order_by(_ROW.namespace, _ROW.number).limit(1 + len(taken))
-        columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.version, _ROW.body)
+        columns = (_ROW.number, _ROW.namespace, _ROW.collection, _ROW.id, _ROW.sent_version, _ROW.body)
         found: list[WaitingDocument] = []
         with self._transaction("DEFERRED") as connection:
             for is_due in (_ROW.namespace > after, _ROW.namespace <= after):  # each reads a few rows of the index
@@ -173,7 +185,7 @@ class SentDocumentTable(Catalog):
         document was sent again in the meantime, its new version stays pending.
         """
         changes = {"body": None, "stored_version": document.version if is_stored else "", "reason": reason}
-        changed = update(SENT_DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
+        changed = update(DOCUMENTS).where(_ROW.number == document.number).values(**changes, **counts._asdict())
         with self._write() as connection:
             connection.execute(changed)
 
@@ -182,8 +194,8 @@ class SentDocumentTable(Catalog):
 
         `body`: see `SentDocument`.
         """
-        is_stored = (_OF_DOCUMENT, _ROW.stored_version == _ROW.version, _ROW.body.is_(None))
-        changed = update(SENT_DOCUMENTS).where(*is_stored).values(body=json.dumps(body), stored_version="")
+        is_stored = (_OF_SENT, _ROW.stored_version == _ROW.sent_version, _ROW.body.is_(None))
+        changed = update(DOCUMENTS).where(*is_stored).values(body=json.dumps(body), stored_version="")
         with self._write() as connection:
             return bool(connection.execute(changed, document.parameters()).rowcount)
 
@@ -193,11 +205,11 @@ class SentDocumentTable(Catalog):
         if ids:
             with self._write() as connection:
                 rows = [DocumentKey(collection, each, namespace).parameters() for each in ids]
-                connection.execute(update(SENT_DOCUMENTS).where(_OF_DOCUMENT).values(**changes), rows)
+                connection.execute(update(DOCUMENTS).where(_OF_SENT).values(**changes), rows)
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
         """Remove documents. Return their number, without unknown ids."""
-        removed = delete(SENT_DOCUMENTS).where(_OF_DOCUMENT)
+        removed = delete(DOCUMENTS).where(_OF_SENT)
         with self._write() as connection:
             names = (DocumentKey(collection, each, namespace) for each in ids)
             num_removed = sum(connection.execute(removed, name.parameters()).rowcount for name in names)
@@ -230,7 +242,7 @@ class SentDocumentTable(Catalog):
         size = cast(func.coalesce(func.sum(func.length(_ROW.body)), 0), INTEGER)
         facts = (*sums, size, func.min(case((waiting, _ROW.number))), func.max(_ROW.number))
         query = select(_ROW.namespace, *facts).group_by(_ROW.namespace) if by_namespace else select(literal(""), *facts)
-        rows: Sequence[Any] = self._rows(query)
+        rows: Sequence[Any] = self._rows(query.where(IS_SENT))
         found, highest = dict[str, Backlog](), 0
         for namespace, *counts, oldest, last in rows:
             found[namespace] = Backlog._make([*(count or 0 for count in counts), oldest])
@@ -252,7 +264,7 @@ class SentDocumentTable(Catalog):
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any] | None:
         """Return a document's status, id, collection, version, ingestion, metadata, reason, counts; None if unknown."""
-        query = select(*_FACTS, STATUS.label("status")).where(_OF_DOCUMENT)
+        query = select(*_FACTS, STATUS.label("status")).where(_OF_SENT)
         rows = self._rows(query, **DocumentKey(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
 
@@ -262,7 +274,7 @@ _STATUSES = ("stored", "pending", "failed")
 
 def _chosen(namespace: str, collection: str | None, ingestion: str | None = None) -> list[ColumnElement[bool]]:
     """Return the conditions for a namespace, and for a collection and an ingestion unless they are None."""
-    chosen = [_ROW.namespace == namespace]
+    chosen = [_ROW.namespace == namespace, IS_SENT]
     if collection is not None:
         chosen.append(_ROW.collection == collection)
     if ingestion is not None:

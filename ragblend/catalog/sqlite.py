@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Engine, NullPool, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
-from ragblend.catalog.schema import META, METADATA, SCHEMA_VERSION
+from ragblend.catalog.schema import FACTS, METADATA, SCHEMA_VERSION
 from ragblend.errors import CorruptError, StoreMismatchError, StoreNotWritableError
 from ragblend.files.directory import make_write_error
 from ragblend.files.network import find_network_file_system
@@ -136,7 +136,7 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
             METADATA.create_all(connection)
             made = f"{SCHEMA_VERSION} {_digest(_read_schema(connection))}"
             rows = [{"name": "schema", "value": made}, {"name": "id", "value": uuid4().hex}]
-            connection.execute(META.insert(), rows)
+            connection.execute(FACTS.insert(), rows)
             connection.exec_driver_sql(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.exec_driver_sql("COMMIT")
     schema = _read_schema(connection)
@@ -147,7 +147,7 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
             "choose another folder for the store: `store='OTHER_DIR'`"
         )
     version = connection.exec_driver_sql("PRAGMA user_version").scalar()
-    recorded = _read_meta(connection, "schema") if META.name in tables else None
+    recorded = _read_meta(connection, "schema") if FACTS.name in tables else None
     if recorded != f"{version} {_digest(schema)}":
         raise CorruptError(f"{path} is damaged (its tables are not those of version {version}). {fix}")
     if version != SCHEMA_VERSION:
@@ -158,7 +158,7 @@ def _check_schema(connection: Connection, path: Path | None, fix: str) -> None:
 
 
 def _read_meta(connection: Connection, name: str) -> str | None:
-    return connection.execute(select(META.c.value).where(META.c.name == name)).scalar()
+    return connection.execute(select(FACTS.c.value).where(FACTS.c.name == name)).scalar()
 
 
 def _read_schema(connection: Connection) -> Sequence[tuple[str, str, str]]:

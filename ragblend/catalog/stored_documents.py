@@ -19,11 +19,11 @@ from ragblend.catalog.index_rows import LANGCHAIN_SOURCE
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, hash_ids, open_registry
 from ragblend.catalog.schema import (
     CHUNKS,
-    DOCUMENT_FACTS,
     DOCUMENT_TEXTS,
     DOCUMENTS,
-    ENTRY_CHUNKS,
-    SENT_DOCUMENTS,
+    ENTRIES,
+    IS_INDEXED,
+    IS_SENT,
     TOKEN_IDS,
     DocumentKey,
     equals_parameters,
@@ -67,20 +67,21 @@ _OF_NAMES = equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields)
 _ADDED_KEYS = select(DOCUMENT_TEXTS.c.key).where(_OF_NAMES)
 _FIRST_METADATA = func.max(case((CHUNKS.c.ordinal == 0, CHUNKS.c.metadata))).label("metadata")
 _INDEXED = (
-    select(DOCUMENTS.c.source, DOCUMENTS.c.file, func.count(CHUNKS.c.id).label("num_chunks"), _FIRST_METADATA)
+    select(DOCUMENTS.c.id, DOCUMENTS.c.source, func.count(CHUNKS.c.id).label("num_chunks"), _FIRST_METADATA)
+    .where(IS_INDEXED)
     .outerjoin(CHUNKS, CHUNKS.c.document == DOCUMENTS.c.number)
-    .group_by(DOCUMENTS.c.number, DOCUMENTS.c.source, DOCUMENTS.c.file)
+    .group_by(DOCUMENTS.c.number, DOCUMENTS.c.id, DOCUMENTS.c.source)
 )
 _INDEXED_KEYS = (
     select(CHUNKS.c.text_key)
     .join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
-    .where(DOCUMENTS.c.source == bindparam("b_source"))
+    .where(IS_INDEXED, DOCUMENTS.c.id == bindparam("b_source"))
 )
 _IDS_OF_TEXTS = select(TOKEN_IDS.c.key, TOKEN_IDS.c.ids).where(
     is_in_values(TOKEN_IDS.c.key), equals_parameters(TOKEN_IDS, "namespace")
 )
-_ENTRIES_OF_IDS = select(ENTRY_CHUNKS.c.ids_hash, ENTRY_CHUNKS.c.entry).where(
-    is_in_values(ENTRY_CHUNKS.c.ids_hash), equals_parameters(ENTRY_CHUNKS, "namespace")
+_ENTRIES_OF_IDS = select(ENTRIES.c.ids_hash, ENTRIES.c.key).where(
+    is_in_values(ENTRIES.c.ids_hash), equals_parameters(ENTRIES, "namespace")
 )
 
 
@@ -120,12 +121,12 @@ def _list_indexed(
         return []
     found = []
     for row in index._rows(_INDEXED):
-        key = DocumentKey(index.collection, row.source.removeprefix(LANGCHAIN_SOURCE), own)
-        source = row.file or row.source
-        if key.id != row.source:
+        key = DocumentKey(index.collection, row.id.removeprefix(LANGCHAIN_SOURCE), own)
+        source = row.source or row.id
+        if key.id != row.id:
             source = str(json.loads(row.metadata or "{}").get("source") or "")
         if key[:2] > after:
-            found.append(StoredDocument(key, source, row.num_chunks, row.source))
+            found.append(StoredDocument(key, source, row.num_chunks, row.id))
     return found
 
 
@@ -145,17 +146,17 @@ def _list_added(
     counted = select(*_KEY_COLUMNS, func.count().label("num")).where(*chosen).group_by(*_KEY_COLUMNS)
     found = counted.order_by(*_KEY_COLUMNS).limit(limit).subquery()
     keys = [found.c[name] for name in DocumentKey._fields]
-    same = and_(*(found.c[name] == DOCUMENT_FACTS.c[name] for name in DocumentKey._fields))
-    source = func.coalesce(DOCUMENT_FACTS.c.source, "").label("source")
-    rows = registry._rows(select(*keys, source, found.c.num).outerjoin_from(found, DOCUMENT_FACTS, same))
+    same = and_(*(found.c[name] == DOCUMENTS.c[name] for name in DocumentKey._fields))
+    source = func.coalesce(DOCUMENTS.c.source, "").label("source")
+    rows = registry._rows(select(*keys, source, found.c.num).outerjoin_from(found, DOCUMENTS, same))
     return [StoredDocument(_key(row), row.source, row.num) for row in rows]
 
 
 def _list_sent(
     registry: ChunkRegistry, namespace: str | None, collection: str | None, after: tuple[str, str], limit: int | None
 ) -> list[StoredDocument]:
-    columns = SENT_DOCUMENTS.c
-    chosen = [tuple_(columns.collection, columns.id) > after]
+    columns = DOCUMENTS.c
+    chosen = [IS_SENT, tuple_(columns.collection, columns.id) > after]
     chosen += [columns.namespace == namespace] if namespace is not None else []
     chosen += [columns.collection == collection] if collection is not None else []
     names = [columns[name] for name in (*DocumentKey._fields, "metadata", "reason")]
@@ -211,7 +212,7 @@ def find_entries(registry: ChunkRegistry, keys: Sequence[bytes], namespace: str)
     entries: dict[bytes, list[str]] = {}
     for some in split_into_batches({each for found in hashes.values() for each in found}):
         for row in registry._rows(_ENTRIES_OF_IDS, values=some, b_namespace=namespace):
-            entries.setdefault(row.ids_hash, []).append(row.entry)
+            entries.setdefault(row.ids_hash, []).append(row.key)
     return [(key, [entry for each in hashes.get(key, ()) for entry in entries.get(each, ())]) for key in keys]
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NoReturn, Self
 from ragblend.catalog.known_chunks import find_runs_of, open_known_chunks
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.agreement import ShadowCounters
+from ragblend.engine.deletions import run_deletions, schedule_deletions
 from ragblend.engine.entry_records import record_entries_on_put
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
@@ -333,10 +334,9 @@ class LocalEngine(EngineBase, ABC):
         if named.context != "neutral":
             self.known_chunks.remove(named.text)
         key = self.key(chunk)
-        was_stored = self.store.delete(key)
         with open_registry(self.store) as registry:
-            registry.remove_entry_chunks([key])
-        return was_stored
+            schedule_deletions({key: ""}, self.store, registry)
+            return key in run_deletions(self.store, registry)
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], ContextPolicy]:
         """Return the chunk's token ids, and the context of the variant that it names."""

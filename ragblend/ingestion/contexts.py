@@ -12,7 +12,8 @@ from typing import get_args
 
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.api import Engine
-from ragblend.errors import BackendUnreachableError, UsageError
+from ragblend.engine.deletions import run_deletions, schedule_deletions
+from ragblend.errors import UsageError
 from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.option_fields import check_unicode
 from ragblend.options import CONTEXT, ContextPolicy
@@ -97,17 +98,16 @@ def _num_prefill_tokens(chunk: Chunk, engine: Engine) -> int:
     return num_before + engine.renderer.count_tokens(chunk.text) + 2
 
 
-def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> tuple[int, str]:
+def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine: Engine) -> int:
     """Delete the stored variants of `chunks` that are not in `kept`.
 
     If the engine's policy is "none", also delete the neutral variants of all chunks that were added through LangChain,
-    LlamaIndex or a server, and those of other namespaces on this machine. Return the number of deleted entries and a
-    problem: the error message if a remote tier did not answer, else "".
+    LlamaIndex or a server, and those of other namespaces on this machine. Return the number of deleted entries. Raises
+    UnfinishedDeletionError if a remote tier does not answer.
     """
     kept_keys = {engine.key(chunk) for chunk in kept}
     every = [each for chunk in chunks for each in all_variants(chunk.text)]
     neutral_here = list[str]()
-    num_removed, problem = 0, ""
     with open_registry(engine.store) as registry:
         if engine.context == "none":
             every += [Chunk(text, context="neutral") for text in registry.texts()]
@@ -115,10 +115,5 @@ def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine
             neutral_ids = engine.neutral_ids
             neutral_here += [each.key for each in headers if each.prefix_ids[-len(neutral_ids) :] == neutral_ids]
         keys = [key for key in dict.fromkeys((*map(engine.key, every), *neutral_here)) if key not in kept_keys]
-        registry.remove_stored_entries(keys)
-        for key in keys:
-            try:
-                num_removed += engine.store.delete(key)
-            except BackendUnreachableError as error:
-                problem = str(error)
-    return num_removed, problem
+        schedule_deletions(dict.fromkeys(keys, ""), engine.store, registry)
+        return len(run_deletions(engine.store, registry))

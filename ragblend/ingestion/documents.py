@@ -20,6 +20,8 @@ from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_short_texts, find_text_keys
 from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
 from ragblend.engine.api import DocumentEngine, RemoteEngine
+from ragblend.engine.deletions import UnfinishedDeletionError
+from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
@@ -56,23 +58,25 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
 def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine) -> int:
     """Delete the texts of documents, and the KV that no other document needs. Return the number of entries."""
     registry = open_registry(engine.store)
-    num_removed, problem = delete_texts_except({each: [] for each in documents}, engine, registry)
-    registry.set_facts({each: DocumentFacts() for each in documents if any(registry.facts_of(each))})
-    if problem:
-        raise BackendUnreachableError(problem)
-    return num_removed
+    try:
+        return delete_texts_except({each: [] for each in documents}, engine, registry)
+    finally:
+        registry.set_facts({each: DocumentFacts() for each in documents if any(registry.facts_of(each))})
 
 
-def find_indexed_documents(name: str, index: ChunkIndex, *, include_unfinished: bool = False) -> list[str]:
+def find_indexed_documents(
+    name: str, index: ChunkIndex, store: KVStore | None = None, *, include_unfinished: bool = False
+) -> list[str]:
     """Return the sources of the indexed documents that `name` selects: a file, folder or record. See `match_sources`.
 
-    include_unfinished: also return removed documents whose KV is not completely deleted. Raises NotFoundError if no
-    document matches.
+    include_unfinished: also return removed documents whose KV is not completely deleted from `store`. Raises
+    NotFoundError if no document matches.
     """
     known = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
     found = match_sources(name, known)
     if include_unfinished:
-        found += match_sources(name, [(source, source_path(source)) for source in sorted(find_pending_sources(index))])
+        pending = sorted(find_pending_sources(index, store))
+        found += match_sources(name, [(source, source_path(source)) for source in pending])
     if not found:
         if include_unfinished and not index.is_saved:  # a removal was killed before `save`
             index.save()
@@ -185,19 +189,22 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, inde
     a remote tier did not answer; the documents are then deleted on this machine, and the next removal or ingestion
     deletes their KV from the remote tier.
     """
-    known, begun = set(index.sources()), find_pending_sources(index)
+    known, begun = set(index.sources()), find_pending_sources(index, None if engine is None else engine.store)
     given = [source for source in sources if source in known or source not in begun]
     num_chunks = sum(index.remove_document(source) for source in given)
-    num_removed, problem = 0, ""
+    unfinished, num_removed = None, 0
     if engine is not None:
-        num_removed, problem = delete_orphaned_kv(index, engine)  # before saving, which fails on a full disk
+        try:
+            num_removed = delete_orphaned_kv(index, engine)  # before saving, which fails on a full disk
+        except UnfinishedDeletionError as error:
+            unfinished = error
     if not index.is_saved:
         index.save()
-    if problem:
+    if unfinished is not None:
         raise BackendUnreachableError(
-            f"the documents were removed here, but not in the remote tier ({problem}); repeat the command, or run the "
-            "next `ragblend ingest` or `ragblend remove` with that tier"
-        )
+            f"the documents were removed here, but not in the remote tier ({unfinished}); repeat the command, or run "
+            "the next `ragblend ingest` or `ragblend remove` with that tier"
+        ) from unfinished
     return Removal(num_chunks, num_removed)
 
 

@@ -18,6 +18,7 @@ from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_regis
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.stored_documents import hash_token_ids, live_text_keys, open_store_documents
 from ragblend.engine.api import Engine
+from ragblend.engine.deletions import run_deletions, schedule_deletions
 from ragblend.engine.store.disk import DiskStore, GcResult
 from ragblend.engine.store.eviction import NAME
 from ragblend.engine.store.format.kv import KVHeader
@@ -299,13 +300,12 @@ def collect_garbage(
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             pins = _stray_pins(disk, index, set(disk.keys()) - unwanted)
             return result._replace(texts=live.find_other_texts(), pins=pins)
-        dropped, freed_bytes = _drop_orphans(disk, registry, index, live)
+        dropped, freed_bytes = _delete_orphans(disk, registry, index, live)
         with _block_changes(registry, index):
             live.update()
             texts = live.find_other_texts()
             registry.delete_texts(texts)
             registry.remove_ids_without_text()
-            registry.remove_entry_chunks(dropped)
             pins = _stray_pins(disk, index, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
@@ -319,11 +319,11 @@ def collect_garbage(
 @contextmanager
 def _block_changes(registry: ChunkRegistry, index: IndexedDocuments | None) -> Iterator[None]:
     """Inside the block, no other process can add a document. Keep it short."""
-    with index.write_transaction() if index is not None else nullcontext(), registry.block_additions():
+    with index.write_transaction() if index is not None else nullcontext(), registry.write_transaction():
         yield
 
 
-def _drop_orphans(
+def _delete_orphans(
     disk: DiskStore, registry: ChunkRegistry, index: IndexedDocuments | None, live: _LiveChunks
 ) -> tuple[list[str], int]:
     """Delete the entries that no chunk needs. Return their keys and the freed bytes."""
@@ -334,8 +334,11 @@ def _drop_orphans(
             if live.update():
                 pending = list(_find_orphans(filter(None, map(disk.header, pending)), live))
             batch, pending = pending[:_BATCH], pending[_BATCH:]
-            freed_bytes += disk.reclaim(batch)
-        dropped += batch
+            schedule_deletions(dict.fromkeys(batch, ""), disk, registry)
+        nbytes_of = {key: disk.file_bytes(key) for key in batch}
+        deleted = run_deletions(disk, registry).intersection(batch)
+        freed_bytes += sum(nbytes_of[key] for key in deleted)
+        dropped += deleted
     return dropped, freed_bytes
 
 

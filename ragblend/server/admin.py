@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
+from ragblend.engine.deletions import run_deletions, schedule_deletions
 from ragblend.engine.namespaces import equals_ignoring_salt
 from ragblend.engine.store.disk import DiskStore, StoreEntry
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -121,17 +122,18 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
 def _clear_namespace(store: TieredStore, namespace: str) -> dict[str, Any]:
     namespace_of = {entry.key: entry.header.namespace for entry in _entries(store)}
     keys, num_unread = {key for key, own in namespace_of.items() if equals_ignoring_salt(own, namespace)}, 0
-    with open_registry(store) as registry:
-        registry.remove_entry_chunks(keys)
     for remote in store.find_tiers(RemoteStore):
         for key in set(remote.keys()).difference(namespace_of):
             kv = remote.get(key)
             num_unread += kv is None
             if kv is not None and equals_ignoring_salt(kv.header.namespace, namespace):
                 keys.add(key)
-    removed = store.delete_everywhere(keys, whole_namespace=namespace)
-    log_change("clear", namespace, "", (), num_kv=len(removed))
-    return {"num_removed": len(removed), "num_unread": num_unread}
+    with open_registry(store) as registry:
+        schedule_deletions(dict.fromkeys(keys, ""), store, registry)
+        num_removed = len(run_deletions(store, registry))
+    store.delete_everywhere((), whole_namespace=namespace)  # entries that only other machines have
+    log_change("clear", namespace, "", (), num_kv=num_removed)
+    return {"num_removed": num_removed, "num_unread": num_unread}
 
 
 def _fields(body: bytes) -> dict[str, Any]:

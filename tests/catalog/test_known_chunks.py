@@ -180,5 +180,5 @@ def test_a_run_names_a_document_of_its_own_namespace(kept_place):
         known = KnownChunks(registry, "t", namespace)
         add(known, range(4))
         assert [run.document for run in known.find_runs(prompt)] == expected
-    registry.remove_from_document(["text 1"], second)
+    registry.remove_from_documents({second: ["text 1"]}, "")
     assert [run.document for run in KnownChunks(registry, "t", "").find_runs(prompt)] == ["a.txt", "", "", ""]

@@ -79,7 +79,7 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
         lambda: other.add(["a"], DOC),
         lambda: other.add_ids([("a", IDS)], "t", ""),
         lambda: other.record_entry_chunk("0" * 32, IDS, ""),
-        lambda: one.remove_from_document(["a"], DOC),
+        lambda: one.remove_from_documents({DOC: ["a"]}, ""),
     ):
         change()
         versions.append(one.change_counter())
@@ -311,11 +311,11 @@ def test_all_connections_taken_is_named(own_server):
 def test_tables_of_another_version_or_of_others_are_refused(postgres):
     with fresh_schema(postgres) as url:
         ChunkRegistry(url)
-        execute(url, "UPDATE catalog_meta SET value = '0' WHERE name = 'schema'")
+        execute(url, "UPDATE facts SET value = '0' WHERE name = 'schema'")
         from ragblend.catalog import postgres as dialect
 
         refused(StoreMismatchError, lambda: ChunkRegistry(url), "a catalogue of version 0")
-        made = f"UPDATE catalog_meta SET value = '{SCHEMA_VERSION}' WHERE name = 'schema'"
+        made = f"UPDATE facts SET value = '{SCHEMA_VERSION}' WHERE name = 'schema'"
         execute(url, made, "DROP TABLE texts CASCADE")
         refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "not a catalogue, its tables differ")
         assert dialect.is_postgres_url(url)

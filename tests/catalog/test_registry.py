@@ -36,34 +36,32 @@ def test_add_counts_new_texts_and_compares_them_stripped(registry):
 def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry):
     registry.add([LONG, "both", "index"], FIRST)
     registry.add([LONG, " both\n", "doc"], DOC)
-    assert registry.preview_orphaned_texts({DOC: [LONG, "both", "doc"]}) == []
+    assert registry.remove_from_documents({DOC: []}, "") == []
     assert registry.texts_of(DOC) == {LONG, "both", "doc"}
-    assert registry.remove_from_document([LONG, "index", "unknown"], FIRST) == ["index", "unknown"]
+    assert registry.remove_from_documents({FIRST: [LONG, "index", "unknown"]}, "") == ["index", "unknown"]
     assert set(registry.texts()) == {LONG, "both", "doc"}
-    assert registry.preview_orphaned_texts({DOC: [" doc"]}) == [LONG]
-    assert registry.remove_from_document([LONG, "doc"], DOC) == [LONG, "doc"]
+    assert registry.remove_from_documents({DOC: [LONG, " doc"]}, "") == [LONG, "doc"]
     assert registry.delete_texts(["both"]) == 1
-    assert registry.remove_from_document(["both"], FIRST) == ["both"]
+    assert registry.remove_from_documents({FIRST: ["both"]}, "") == ["both"]
     assert len(registry) == 0
 
 
-def test_a_text_that_two_documents_release_together_is_previewed(registry):
-    registry.add([LONG], FIRST)
-    registry.add([LONG], SECOND)
-    assert registry.preview_orphaned_texts({FIRST: []}) == []
-    assert registry.preview_orphaned_texts({FIRST: [], SECOND: []}) == [LONG]
+def test_a_text_that_two_documents_release_together_is_released(registry):
+    registry.add([LONG, "other"], FIRST)
+    registry.add([LONG, "other"], SECOND)
+    assert registry.remove_from_documents({FIRST: ["other"]}, "") == []
+    assert registry.remove_from_documents({FIRST: [LONG], SECOND: [LONG]}, "") == [LONG]
 
 
-def test_what_a_document_of_another_namespace_has_is_not_what_this_one_needs(registry):
+def test_a_text_of_another_namespace_is_released_in_this_one(registry):
     mine, other = DocumentKey("notes", "1", "mine"), DocumentKey("notes", "1", "other")
     for name in (mine, other):
         registry.add([LONG, "short"], name)
         registry.add_ids([(LONG, range(9)), ("short", range(8))], "t", name.namespace)
     registry.add(["short"], DocumentKey("index:1"))
-    assert registry.preview_orphaned_texts({mine: []}) == [LONG], (
-        "whose KV in this namespace is deleted; an index has all"
-    )
-    assert registry.remove_from_document([LONG, "short"], mine) == []
+    assert registry.find_unowned_texts([LONG, "short"], "mine") == []
+    assert registry.remove_from_documents({mine: [LONG, "short"]}, "mine") == [LONG], "an index has the other"
+    assert registry.find_unowned_texts([LONG, "short"], "mine") == [LONG]
     assert registry.texts_of(other) == {LONG, "short"}
     assert [registry.has_ids(LONG, "t", namespace) for namespace in ("mine", "other")] == [False, True]
     assert registry.has_ids("short", "t", "mine")
@@ -206,7 +204,7 @@ def test_entries_are_found_by_their_chunk_and_namespace(registry):
     registry.record_entry_chunk("theirs", (1, 2), "tenant")
     assert registry.entries_of_chunks([(1, 2), (3, 4), (3,)], "") == [["alone", "neutral"], ["another"], []]
     assert registry.entries_of_chunks([(1, 2)], "tenant") == [["theirs"]]
-    registry.remove_entry_chunks(["neutral", "unknown", ""])
+    registry.remove_entries(["neutral", "unknown", ""])
     assert registry.entries_of_chunks([(1, 2), (3, 4)], "") == [["alone"], ["another"]]
 
 

@@ -222,7 +222,7 @@ def test_verify_repairs_what_it_finds_damaged(run, home):
     "damage",
     [
         ("PRAGMA writable_schema = 1", "DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'"),
-        ("UPDATE stored_entries SET entry = '../' || entry WHERE entry = (SELECT min(entry) FROM stored_entries)",),
+        ("UPDATE entries SET key = '../' || key WHERE key = (SELECT min(key) FROM entries)",),
     ],
     ids=["structure", "key"],
 )
@@ -234,7 +234,7 @@ def test_verify_repairs_a_damaged_catalogue_and_every_text_is_there_again(run, h
             columns = (
                 "key, text FROM texts",
                 "key FROM document_texts",
-                "* FROM stored_entries",
+                "key, fingerprint FROM entries",
                 "key, ids FROM token_ids",
             )
             return [sorted(file.execute(f"SELECT {each}")) for each in columns]

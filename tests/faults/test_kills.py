@@ -61,14 +61,14 @@ def state(work: Path) -> dict[str, Any]:
     ]
     vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
-        "documents": "SELECT source, file, content_hash FROM documents",
+        "documents": "SELECT id, source, version FROM documents",
         "chunks": "SELECT id, text, metadata, vector FROM chunks",
         "files": "SELECT path, version, top FROM files",
-        "orphaned texts": "SELECT text FROM orphaned_texts",
-        "pending deletions": "SELECT key FROM pending_deletions",
+        "orphaned texts": "SELECT text FROM deletions WHERE text <> ''",
+        "pending deletions": "SELECT key FROM deletions WHERE key <> ''",
         "texts": "SELECT text FROM texts",
         "owners": "SELECT collection, id, key FROM document_texts",
-        "stored": "SELECT entry FROM stored_entries",
+        "stored": "SELECT key FROM entries WHERE fingerprint <> ''",
     }
     with closing(sqlite3.connect(work / "kv" / CATALOG_FILE)) as catalog:
         rows = {name: sorted(catalog.execute(query).fetchall()) for name, query in tables.items()}
@@ -208,7 +208,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(comma
     with open_index(place.work / "kv") as index:
         for source in index.sources()[::2]:
             index.remove_document(source)
-        index.schedule_deletions([], index.orphaned_texts())
+        index.clear_orphaned_texts(index.orphaned_texts())
     for name in ("amber", "copper", "ebony"):
         (place.work / "corpus" / f"{name}.md").unlink()
     for name in ("garnet", "hazel", "ivory"):

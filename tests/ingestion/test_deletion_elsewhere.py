@@ -9,6 +9,8 @@ import pytest
 from servers import wait_until
 
 from ragblend import load_engine
+from ragblend.catalog.registry import open_registry
+from ragblend.engine.deletions import schedule_deletions
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError
@@ -105,3 +107,34 @@ def test_the_removal_of_one_text_leaves_the_variants_of_the_others_everywhere(pr
     two.store.apply_deletions()
     for engine in (one, two):
         assert [engine.store.contains(key) for key in variants] == [False, True, True]
+
+
+def test_a_text_added_again_during_an_outage_stays_after_it(program, monkeypatch):
+    one, two = program("one"), program("two")
+    for engine in (one, two):
+        store(engine, **TEXTS)
+    with monkeypatch.context() as down:
+
+        def delete(name: str) -> bool:
+            raise BackendUnreachableError("it is down")
+
+        down.setattr(one.store.tiers[-1].values, "delete", delete)
+        with pytest.raises(BackendUnreachableError, match="it is down"):
+            delete_precomputed(["a"], one)
+        assert on_disk(one) == {"b", "c"}
+        store(one, a=TEXTS["a"])
+    delete_precomputed(["b"], one)
+    two.store.apply_deletions()
+    assert in_remote(one) == on_disk(one) == on_disk(two) == {"a", "c"}
+
+
+def test_deletions_recorded_before_a_kill_are_run_by_the_next_removal(program):
+    one, two = program("one"), program("two")
+    for engine in (one, two):
+        store(engine, **TEXTS)
+    with open_registry(one.store) as registry:
+        schedule_deletions({one.key(Chunk(TEXTS["a"])): ""}, one.store, registry)
+    assert on_disk(one) == {"a", "b", "c"}
+    delete_precomputed(["b"], one)
+    two.store.apply_deletions()
+    assert in_remote(one) == on_disk(one) == on_disk(two) == {"c"}

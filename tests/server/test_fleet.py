@@ -133,16 +133,19 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
                 is_removed.set()
             return compute(chunk)
 
-        def find_unknown(
-            self: ChunkRegistry, given: Any, find: Callable[..., list[str]] = ChunkRegistry.find_unknown_texts
+        def find_unowned(
+            self: ChunkRegistry,
+            given: Any,
+            namespace: str,
+            find: Callable[..., list[str]] = ChunkRegistry.find_unowned_texts,
         ) -> list[str]:
             if any(fails):
                 fails.clear()
                 raise BackendUnreachableError("it is down")
-            return find(self, given)
+            return find(self, given, namespace)
 
         monkeypatch.setattr(engine, "precompute", precompute)
-        monkeypatch.setattr(ChunkRegistry, "find_unknown_texts", find_unknown)
+        monkeypatch.setattr(ChunkRegistry, "find_unowned_texts", find_unowned)
         monkeypatch.setattr("ragblend.precompute.delete_stale_kv", lambda *_: 0)
         one.send({"id": "a", "chunks": [A]})
         assert is_removed.wait(60)

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -382,18 +382,6 @@ class DiskStore(StoreMetadata, KVStore):
             self._remove(to_remove)
             self._count(num_evicted=len(evicted))
         return GcResult(keys, len(quarantined), len(leftovers), freed_bytes, kept_bytes)
-
-    def reclaim(self, keys: Iterable[str]) -> int:
-        """Delete the entries of `keys`; return the number of bytes freed. Keys without an entry are skipped.
-
-        Raises StoreNotWritableError, after all keys were tried, if some entries could not be deleted.
-        """
-        found = []
-        for path in map(self._path, keys):
-            with suppress(FileNotFoundError):
-                found.append((path, path.stat()))
-        self._remove(found)
-        return sum(stat.st_size for _, stat in found)
 
     def _remove(self, files: Sequence[tuple[Path, os.stat_result]]) -> None:
         """Delete files, as many as possible. Raises StoreNotWritableError if some remain."""

@@ -287,22 +287,13 @@ class TieredStore(KVStore):
             tier.delete(kv.header.key)
         self.put(kv)
 
-    def delete(self, key: str) -> bool:
-        """Delete the entry from every tier; return True if any had it.
+    def delete(self, key: str, tiers: Sequence[KVStore] | None = None) -> bool:
+        """Delete the entry from `tiers`, which are tiers of this store; None: from all. Return True if any had it.
 
-        Raises BackendUnreachableError, after the local tiers deleted it, if a remote tier does not answer.
+        Slower tiers delete the entry first, so that no reader promotes it again. Raises BackendUnreachableError, after
+        the local tiers deleted it, if a remote tier does not answer.
         """
-        return self.delete_from(key, self._tiers)
-
-    def delete_local(self, key: str) -> bool:
-        """Delete the entry from the tiers of this machine; return True if any had it."""
-        return self.delete_from(key, [tier for tier in self._tiers if not tier.is_remote])
-
-    def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool:
-        """Delete the entry from `tiers`, which are tiers of this store. Return True if any had it.
-
-        Slower tiers delete the entry first, so that no reader promotes it again. Raises the errors of `delete`.
-        """
+        tiers = self._tiers if tiers is None else tiers
         with self._lock:
             self.num_deletes += 1
         if (shared := self._being_read.pop(key, None)) is not None:
@@ -320,6 +311,10 @@ class TieredStore(KVStore):
         if failure is not None:
             raise failure
         return removed
+
+    def delete_local(self, key: str) -> bool:
+        """Delete the entry from the tiers of this machine; return True if any had it."""
+        return self.delete(key, [tier for tier in self._tiers if not tier.is_remote])
 
     def delete_everywhere(self, keys: Collection[str], *, whole_namespace: str | None = None) -> set[str]:
         """Delete entries from every tier of this store. Then write tombstones: records from which other processes and

@@ -61,9 +61,8 @@ class _DeletingStore(Protocol):
     @property
     def is_writing(self) -> bool: ...
     def find_tier(self, kind: type[T]) -> T | None: ...
-    def delete(self, key: str) -> bool: ...
+    def delete(self, key: str, tiers: Sequence[KVStore] | None = None) -> bool: ...
     def delete_local(self, key: str) -> bool: ...
-    def delete_from(self, key: str, tiers: Sequence[KVStore]) -> bool: ...
 
 
 class _Write(NamedTuple):
@@ -217,7 +216,7 @@ class Tombstones:
     def _delete_from(self, keys: Collection[str], tiers: Sequence[KVStore]) -> None:
         for key in keys:
             self._remote.drop_result(key)
-            self._store.delete_from(key, tiers)
+            self._store.delete(key, tiers)
         if self._disk is not None and self._disk in tiers and self._disk.on_delete is not None:
             self._disk.on_delete(keys)
 
