@@ -115,7 +115,7 @@ def test_an_adapter_reuses_nothing_even_if_its_request_asks_for_it(served, plain
     assert "adapter" in found["refused_reason"]
     assert found["num_reused_tokens"] == 0
     assert counts.data["left_requests|lora"] == counts.data["refused_requests"] == 1
-    stored = {"mode": "ingest", "spans": [[len(PREFIX), len(PREFIX) + len(CHUNKS[0])]]}
+    stored = {"mode": "ingest", "span": [len(PREFIX), len(PREFIX) + len(CHUNKS[0])]}
     (answer,) = ask_together(served, [(adapter, stored, 1)])
     assert "adapter" in report(answer)["refused_reason"]
     assert counts.data.get("ingested_chunks", 0) == 0
