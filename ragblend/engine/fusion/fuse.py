@@ -353,11 +353,12 @@ def _drift_correction_hook(
         state.last_correction = (active, _fit_correction(model, plan, source, active, state))
     correction = state.last_correction[1]
 
-    def apply_drift(drift: LayerKV) -> None:
-        source.apply_drift(layer, drift, correction.shares)
+    apply_drift = partial(source.apply_drift, layer, shares=correction.shares)
 
     def apply_correction(fresh: LayerKV) -> None:
-        apply_drift(correction.estimate_drift(fresh, source.read_stored(layer, correction.rows)))
+        stored = source.read_stored(layer, correction.rows)
+        change = LayerKV(fresh.keys.float() - stored.keys.float(), fresh.values.float() - stored.values.float())
+        apply_drift(correction.estimate_drift(change))
 
     return FreshRowsCallback(active.candidates, apply_correction, correction, apply_drift)
 

@@ -263,26 +263,21 @@ class DriftCorrection(NamedTuple):
     shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
     sources: Tensor | None = None  # [T] int32: each token's index among the rows that are run, or -1; for kernels
 
-    def estimate_drift(self, fresh: LayerKV, stored: LayerKV) -> LayerKV:
+    def estimate_drift(self, change: LayerKV) -> LayerKV:
         """Return the drift [H, M, D] float32 of pre-RoPE keys and values, one row for each of the M landmarks.
 
-        `fresh`, `stored`: KV [H, N, D] of the recomputed tokens. To correct the stored KV of all T tokens, add
-        `shares` @ drift [H, T, D] to it.
+        `change` [H, N, D] float32: fresh minus stored KV of the recomputed tokens. To correct the stored KV of all T
+        tokens, add `shares` @ drift [H, T, D] to it.
         """
-        return self.drift_of(LayerKV(*(new.float() - old.float() for new, old in zip(fresh, stored, strict=True))))
-
-    def drift_of(self, change: LayerKV) -> LayerKV:
-        """Return the drift, as `estimate_drift` does, from the change [H, N, D] float32 of the recomputed tokens."""
-        if change.keys.shape != change.values.shape:
-            return LayerKV(*map(self._limited_mean, change))
-        return LayerKV(*self._limited_mean(torch.cat(change)).chunk(2))  # heads of both, in half as many operations
-
-    def _limited_mean(self, change: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(change, dim=2, keepdim=True)
-        most = MAX_DRIFT_RATIO * length.median(1, keepdim=True).values  # of each head
-        limited = change * (most / length.clamp_min(torch.finfo(change.dtype).tiny)).clamp_max(1.0)
-        drift: Tensor = self.weights @ limited
-        return drift
+        # Heads of keys and values together, in half as many operations, if they have one shape.
+        is_one = change.keys.shape == change.values.shape
+        drifts = []
+        for each in (torch.cat(change),) if is_one else change:
+            length = torch.linalg.vector_norm(each, dim=2, keepdim=True)
+            most = MAX_DRIFT_RATIO * length.median(1, keepdim=True).values  # of each head
+            limited = each * (most / length.clamp_min(torch.finfo(each.dtype).tiny)).clamp_max(1.0)
+            drifts.append(self.weights @ limited)
+        return LayerKV(*drifts[0].chunk(2)) if is_one else LayerKV(*drifts)
 
 
 def similarity_layer(num_layers: int, deepest: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, Rotation, has_kernels
+from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, Rotation, has_kernels, positions_on_host
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
@@ -168,7 +168,8 @@ class TransformersLayers:
         values of `rows[hook.row_indices]`. In some models, the last layers make no KV and read the KV of earlier
         layers. The call for the last layer that makes KV then also runs the layers that make none.
         """
-        cache = self._row_cache(layer, rows, fused, hook)
+        rotation = self.kernel_rotation(layer, positions_on_host(rows)[-1] + 1) if self.uses_kernels else None
+        cache = RowCache(fused, partial(self._rotation, layer), rows, self._family, hook, rotation)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
             hidden = self._run(index, hidden, rows, cache, blend_rows=rows, blend_kernels=self.uses_kernels)
         return hidden
@@ -181,19 +182,21 @@ class TransformersLayers:
         It differs from `run_layer` in two ways. `probe_hook` receives the queries, keys and values of the attention; if
         it returns a tensor, this is the attention's output. Layers that make no KV do not run.
         """
-        cache, how = self._row_cache(layer, rows, fused), {"blend_rows": rows, "blend_kernels": self.uses_kernels}
-        return self._run(layer, hidden, rows, cache, blend_probe_hook=probe_hook, **how)
-
-    def _row_cache(
-        self, layer: int, rows: Tensor, fused: PromptKVBuffer, hook: FreshRowsCallback | None = None
-    ) -> RowCache:
-        rotations, rotation = partial(self._rotation, layer), None
-        if self.uses_kernels:
-            rotation = self.kernel_rotation(layer, rotations(rows).tables.end)
-        return RowCache(fused, rotations, rows, self._family, hook, rotation)
+        rotation = self.kernel_rotation(layer, positions_on_host(rows)[-1] + 1) if self.uses_kernels else None
+        cache = RowCache(fused, partial(self._rotation, layer), rows, self._family, None, rotation)
+        how = {"blend_rows": rows, "blend_kernels": self.uses_kernels, "blend_probe_hook": probe_hook}
+        return self._run(layer, hidden, rows, cache, **how)
 
     def _run(self, layer: int, hidden: Tensor, rows: Tensor, cache: Cache, **how: Any) -> Tensor:
         """Return the decoder layer's output [R, hidden size] over `rows`; `how` are arguments of `_attention`."""
+        rotary = self._rotary.of_rows(rows, self._kinds[layer])
+        embeddings: Any = rotary.embeddings.get(hidden.dtype)
+        if embeddings is None:  # layers of one kind share them
+            width = rotary.cos.shape[1] // 2 if self._family.half_tables else rotary.cos.shape[1]
+            cos, sin = rotary.cos[None, :, :width], rotary.sin[None, :, :width]
+            is_complex = self._family.complex_tables
+            embeddings = torch.complex(cos, sin) if is_complex else (cos.to(hidden.dtype), sin.to(hidden.dtype))
+            rotary.embeddings[hidden.dtype] = embeddings
         if self._family.shares_kv:
             source, kind = self._kv_sources[layer], self._layers[layer].self_attn.layer_type
             how["shared_kv_states"] = {} if source == layer else {kind: cache.read(source)}
@@ -206,24 +209,13 @@ class TransformersLayers:
             attention_mask=None,
             position_ids=rows[None],
             use_cache=True,
-            position_embeddings=self._position_embeddings(layer, rows, hidden.dtype),
+            position_embeddings=embeddings,
             blend_window=self._windows[layer],
             **{self._layer_cache_argument: cache},
             **how,
         )
         hidden = (output[0] if isinstance(output, tuple) else output)[0]
         return torch.cat((hidden, later_inputs), dim=1) if later_inputs.shape[1] else hidden
-
-    def _position_embeddings(self, layer: int, rows: Tensor, dtype: torch.dtype) -> Any:
-        """Return the rotary embeddings of `rows`, as a decoder layer takes them. Layers of one kind share them."""
-        tables = self._rotary.of_rows(rows, self._kinds[layer])
-        known: Any = tables.embeddings.get(dtype)
-        if known is None:
-            width = tables.cos.shape[1] // 2 if self._family.half_tables else tables.cos.shape[1]
-            cos, sin = tables.cos[None, :, :width], tables.sin[None, :, :width]
-            known = torch.complex(cos, sin) if self._family.complex_tables else (cos.to(dtype), sin.to(dtype))
-            tables.embeddings[dtype] = known
-        return known
 
     def run_packed_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, spans: tuple[slice, ...], prefix: PromptKVBuffer

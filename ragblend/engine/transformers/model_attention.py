@@ -60,7 +60,16 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             self._write_by_kernels(layer_idx, fresh, self._kernel_rotation)
             return self.read(layer_idx)
         if self._hook is not None:
-            self._call_hook(self._hook, layer_idx, fresh)
+            row_indices, callback, correction, apply_drift = self._hook
+            keys, values = fresh.keys[:, row_indices], fresh.values[:, row_indices]
+            if correction is None or apply_drift is None:
+                callback(LayerKV(self._rotation(self._rows).undo(keys, row_indices), values))
+            else:
+                keys = keys.float() - self._fused.keys(layer_idx)[:, correction.rows].float()
+                values = values.float() - self._fused.values(layer_idx)[:, correction.rows].float()
+                # The rotation is linear, so one inverse of the difference replaces those of fresh and stored keys.
+                keys = self._rotation(correction.rows).undo(keys)
+                apply_drift(correction.estimate_drift(LayerKV(keys, values)))
         self._fused.write(layer_idx, self._rows, *fresh)
         return self.read(layer_idx)
 
@@ -76,17 +85,6 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         row_indices = self._hook.row_indices
         drift = kernels.fit_drift(target, fresh, row_indices, correction, rotation)
         kernels.write_rows(target, self._rows, fresh, rotation, correction, drift)
-
-    def _call_hook(self, hook: FreshRowsCallback, layer: int, fresh: LayerKV) -> None:
-        row_indices, callback, correction, apply_drift = hook
-        fresh = LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices])
-        if correction is None or apply_drift is None:
-            callback(LayerKV(self._rotation(self._rows).undo(fresh.keys, row_indices), fresh.values))
-            return
-        stored = (self._fused.keys(layer)[:, correction.rows], self._fused.values(layer)[:, correction.rows])
-        keys, values = (new.float() - old.float() for new, old in zip(fresh, stored, strict=True))
-        # The rotation is linear, so one inverse of the difference replaces those of fresh and stored keys.
-        apply_drift(correction.drift_of(LayerKV(self._rotation(correction.rows).undo(keys), values)))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""

@@ -6,7 +6,7 @@ Depends on transformers' configs and the forward method of its rotary modules, n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -72,16 +72,12 @@ class RowTables:
     end: int  # position after the highest of the rows
     cos: Tensor  # [R, rotary dimensions] float32
     sin: Tensor
+    embeddings: dict[torch.dtype, Any] = field(default_factory=dict, init=False)  # as layers take them, by dtype
 
     def arrange(self, layout: RotaryLayout) -> RowTables:
         """Return these tables, which must be the rotary module's own, for another layout."""
         cos, sin = layout.arrange(self.cos, self.sin)
         return replace(self, layout=layout, cos=cos, sin=sin)
-
-    @cached_property
-    def embeddings(self) -> dict[torch.dtype, Any]:
-        """Rotary embeddings of the rows by dtype, in the form that layers take; filled by their first use."""
-        return {}
 
     @cached_property
     def inverse(self) -> tuple[Tensor, Tensor]:
@@ -135,7 +131,8 @@ class RotaryTables:
                 return each
         # Positions start again in each packed chunk, so the last one may not be the highest.
         end = max(positions_on_host(rows), default=0) + 1
-        cos, sin = self.of_all(end, kind, layout)
+        known = self._tables.get((kind, layout))
+        cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind, layout)
         found = RowTables(rows, kind, layout, end, cos[rows], sin[rows])
         self._cached = (found, *cached[: MAX_CACHED_TABLES * len(self._tables) - 1])
         return found

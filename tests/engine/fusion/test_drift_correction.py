@@ -39,7 +39,7 @@ def fit(
 
 def change(correction: DriftCorrection, moved: Tensor) -> Tensor:
     """Return the change of the values at every position, [H, T, D], if recomputed ones moved by `moved` [H, N, D]."""
-    drift = correction.estimate_drift(LayerKV(moved, moved), LayerKV(torch.zeros_like(moved), torch.zeros_like(moved)))
+    drift = correction.estimate_drift(LayerKV(moved, moved))
     return correction.shares @ drift.values
 
 

@@ -193,8 +193,10 @@ def test_drift_is_fitted_and_applied_as_the_correction_does(num_recomputed, dtyp
             return rotate(keys, *inverse, turn.adjacent)
 
         drift = correction.estimate_drift(
-            LayerKV(unrotated(fresh.keys[:, indices]), fresh.values[:, indices]),
-            LayerKV(unrotated(stored.keys[:, correction.rows]), stored.values[:, correction.rows]),
+            LayerKV(
+                unrotated(fresh.keys[:, indices]) - unrotated(stored.keys[:, correction.rows]),
+                fresh.values[:, indices].float() - stored.values[:, correction.rows].float(),
+            )
         )
         found = kernels.fit_drift(paged.layer, fresh, indices, correction, turn)
         for mine, other in zip(found, drift, strict=True):
