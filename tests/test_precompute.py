@@ -235,7 +235,8 @@ def test_rewriting_to_eight_bits_prefills_nothing(chunks, tmp_path, monkeypatch)
         precompute_chunks(chunks[:-1], engine)
     with load_engine("demo", tmp_path / "kv", kv_dtype="fp8") as engine:
         prefilled, original, missing = [], engine._prefill_chunks, engine.renderer.chunk_ids(chunks[-1].text)
-        monkeypatch.setattr(engine, "_prefill_chunks", lambda context, ids: prefilled.extend(ids) or original(context, ids))
+        spied = lambda context, ids: prefilled.extend(ids) or original(context, ids)  # noqa: E731
+        monkeypatch.setattr(engine, "_prefill_chunks", spied)
         report = precompute_chunks(chunks, engine, rewrite=True)
     assert prefilled == [missing], "only what was missing"
     assert (report.num_rewritten_kv, report.num_new_kv) == (len(chunks) - 1, 1)
