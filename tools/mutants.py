@@ -90,8 +90,8 @@ chunker-version-ignored         ingestion  _make_file_version
     f"{A}:{B}:{C}"  ->  f"{A}:{B}"
 removes-outside-of-scan         ingestion  remove_missing
     A.is_covered(B) and C  ->  C
-variants-after-removed-stay     ingestion  keys_to_delete
-    A.entries_of_chunks((B, B + C), D)  ->  A.entries_of_chunks((B,), D)
+removed-stay-in-remote-tier     engine     schedule_deletions
+    _deletion_tiers(A, B)  ->  _deletion_tiers(A, B)[:1]
 deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
 text-of-others-released         catalog    ChunkRegistry.remove_from_documents

@@ -52,13 +52,14 @@ def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> int:
     if disk is not None:
         disk.delete_temporary_files()
     orphaned = index.orphaned_texts()
+    if isinstance(engine, RemoteEngine):  # a server deletes replaced texts when it receives the new version
+        if not orphaned.last_number:
+            return 0
+        num_removed: int = engine.remove_documents(index.collection or LANGCHAIN_COLLECTION, orphaned.sources)
+        index.clear_orphaned_texts(orphaned)
+        return num_removed
     with index.registry_for(engine.store) as registry:
         if orphaned.last_number:
-            if isinstance(engine, RemoteEngine):  # a server deletes replaced texts when it receives the new version
-                collection = index.collection or LANGCHAIN_COLLECTION
-                num_removed: int = engine.remove_documents(collection, orphaned.sources)
-                index.clear_orphaned_texts(orphaned)
-                return num_removed
             if disk is not None:
                 for source in orphaned.sources:
                     disk.unpin(source)

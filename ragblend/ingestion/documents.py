@@ -189,7 +189,8 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, inde
     a remote tier did not answer; the documents are then deleted on this machine, and the next removal or ingestion
     deletes their KV from the remote tier.
     """
-    known, begun = set(index.sources()), find_pending_sources(index, None if engine is None else engine.store)
+    store = None if engine is None or isinstance(engine, RemoteEngine) else engine.store
+    known, begun = set(index.sources()), find_pending_sources(index, store)
     given = [source for source in sources if source in known or source not in begun]
     num_chunks = sum(index.remove_document(source) for source in given)
     unfinished, num_removed = None, 0

@@ -47,8 +47,6 @@ from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.types import Chunk
 
-_BATCH = 64  # entries per transaction, during which no process can add documents
-
 
 @dataclass(slots=True)
 class VerifyReport:
@@ -327,19 +325,15 @@ def _delete_orphans(
     disk: DiskStore, registry: ChunkRegistry, index: IndexedDocuments | None, live: _LiveChunks
 ) -> tuple[list[str], int]:
     """Delete the entries that no chunk needs. Return their keys and the freed bytes."""
-    dropped, freed_bytes = list[str](), 0
     pending = list(_find_orphans(disk.headers(), live))
-    while pending:
-        with _block_changes(registry, index):  # a chunk that is added later uses its entry, or is prefilled
-            if live.update():
-                pending = list(_find_orphans(filter(None, map(disk.header, pending)), live))
-            batch, pending = pending[:_BATCH], pending[_BATCH:]
-            schedule_deletions(dict.fromkeys(batch, ""), disk, registry)
-        nbytes_of = {key: disk.file_bytes(key) for key in batch}
-        deleted = run_deletions(disk, registry).intersection(batch)
-        freed_bytes += sum(nbytes_of[key] for key in deleted)
-        dropped += deleted
-    return dropped, freed_bytes
+    with _block_changes(registry, index):  # storing one of the entries later cancels its deletion
+        if live.update():
+            pending = list(_find_orphans(filter(None, map(disk.header, pending)), live))
+        schedule_deletions(dict.fromkeys(pending, ""), disk, registry)
+    nbytes_of = {key: disk.file_bytes(key) for key in pending}
+    deleted = run_deletions(disk, registry)
+    dropped = [key for key in pending if key in deleted]
+    return dropped, sum(nbytes_of[key] for key in dropped)
 
 
 def _unrecord_missing(disk: DiskStore) -> None:
