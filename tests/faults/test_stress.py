@@ -146,7 +146,7 @@ class Client(threading.Thread):
 def faults(
     servers: list[StressServer], postgres: PostgresServer, redis: RedisServer, rng: random.Random
 ) -> Iterator[dict[str, int]]:
-    """Cause faults one after the other, until the context ends. Yield how often each happened."""
+    """Cause one fault at a time until the context ends. Yield how often each happened."""
     counts: dict[str, int] = {}
     stopping = threading.Event()
 

@@ -238,7 +238,7 @@ def test_fresh_rows_are_written_bit_for_bit():
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_kernel_compiles_for_a_gpu_that_is_not_there(capability):
-    """In a process of its own, without the interpreter. 80 is an A100, 90 an H100."""
+    """In a separate process, without the interpreter. 80 is an A100, 90 an H100."""
     script = Path(__file__).parent / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(script), str(capability)]
