@@ -59,9 +59,9 @@ quantised-kept-at-ratio-one     fusion     _candidates
 deviations-swapped              fusion     choose
     RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
 exact-at-any-position           store      lookup_contexts
-    A and B == "none" and C == D and E  ->  A and B == "none" and E
-drift-sign                      fusion     estimate_drift
-    A.float() - B.float()  ->  B.float() - A.float()
+    A and B == C and D  ->  A and D
+drift-sign                      fusion     apply_correction
+    LayerKV(A - B, C - D)  ->  LayerKV(B - A, D - C)
 key-without-namespace           store      chunk_key
     namespace.encode()  ->  b""
 layer-checksum-skipped          store      _read_layer
@@ -98,10 +98,10 @@ text-of-others-released         catalog    ChunkRegistry.remove_from_documents
     set(A) - find_existing(B, C, A, b_namespace=D)  ->  set(A)
 removed-vectors-stay            .          FaissVectors.sync
     A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False
-span-one-token-too-long         vllm       check_tokens_after_spans
-    A[-1][1] >= B  ->  A[-1][1] > B
+span-one-token-too-long         vllm       check_tokens_after_span
+    A[1] >= B  ->  A[1] > B
 connector-key-without-namespace vllm       ChunkLookup._key
-    chunk_key(A, B, C, D, E)  ->  chunk_key(A, B, C, "", E)
+    chunk_key(A, B, C, D)  ->  chunk_key(A, B, C, "")
 no-token-left-to-sample         vllm       PromptMatcher.find_runs
     A and A[-1].end > B  ->  False
 deleted-while-fetched           vllm       _fetch_one
