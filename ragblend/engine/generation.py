@@ -127,6 +127,7 @@ class RunningAnswer:
         self._request = request
         self._on_end = on_end
         self.prefill: Callable[[], PrefillResult] | None = None  # set once its KV in remote tiers is fetched
+        self.fetch_s = 0.0  # seconds of that fetch
         self.cancel_check: CancelCheck | None = None
         self.is_cancelled = False
         self.is_streamed = False  # True if its texts are read one by one
@@ -200,7 +201,7 @@ class RunningAnswer:
         token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))
         result.report = report = prefilled.report
         report.match_s = request.prompt.match_s
-        report.ttft_s = perf_counter() - self.start_s + report.match_s
+        report.ttft_s = perf_counter() - self.start_s + report.match_s + self.fetch_s
         report.prompt_tokens = request.prompt.num_tokens
         text = AnswerText(engine.renderer, request.options.stop_strings)
         ends = engine.stop_ids
@@ -323,7 +324,9 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
     for stream in fresh:
         stream._engine.check_not_forked()
         stream._answer.cancel_check = cancel_check
+        start_s = perf_counter()
         stream._answer.prefill = stream._engine.prepare_prefill(stream.request)  # the loop does not wait for this
+        stream._answer.fetch_s = perf_counter() - start_s
     for stream in fresh:
         stream._is_started = True
     if fresh:

@@ -38,7 +38,10 @@ class ChunkReport:
 
 @dataclass(slots=True)
 class BlendReport:
-    """Report of one request. Durations in seconds; `ttft_s` = match + lookup + load + fuse + first token."""
+    """Report of one request. Durations in seconds.
+
+    `ttft_s` = match + fetch from remote tiers + lookup + load + fuse + first token.
+    """
 
     mode: Mode
     rule: str = "none"

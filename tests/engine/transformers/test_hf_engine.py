@@ -28,9 +28,11 @@ from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.generation import Conversation, PrefillResult
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.format.chunk_file import encode_chunk
 from ragblend.engine.store.format.keys import chunk_key
-from ragblend.engine.store.format.kv import ChunkKV, LayerKV
-from ragblend.engine.store.tiered import MemoryStore
+from ragblend.engine.store.format.kv import ChunkKV, LayerKV, load_into_memory
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.errors import EngineClosedError, PromptTooLongError, StoreFullError, UsageError
@@ -38,7 +40,7 @@ from ragblend.lab.explain import explain
 from ragblend.options import MODES, GenerationOptions
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, Prompt, common_prefix_length
-from tests.tier_support import assert_same, flip, path_of
+from tests.tier_support import SlowValues, assert_same, flip, path_of
 
 pytestmark = pytest.mark.timeout(120)  # a lock that is not given back would hang
 
@@ -219,6 +221,21 @@ def test_the_reports_numbers_add_up(mode, missing, tiny_engine):
     assert report.recompute_ratio == {"blend": 0.2, "full": 1.0}.get(mode, 0.0)
     assert json.loads(json.dumps(report.as_dict()))["mode"] == mode
     assert ("full prefill" if mode == "full" else f"{report.num_chunk_hits}/3 chunks") in report.summary()
+
+
+def test_the_time_to_first_token_counts_the_fetch_from_a_remote_tier(tiny_engine):
+    local, values = MemoryStore(1 << 30), SlowValues()
+    writer = tiny_engine("llama", local)
+    for chunk in CHUNKS:
+        writer.precompute(chunk)
+    values.data.update({key: encode_chunk(load_into_memory(local.get(key))) for key in list(local.keys())})
+    values.wait_s = 0.3
+    reader = tiny_engine("llama", TieredStore(MemoryStore(1 << 30), RemoteStore(values, timeout_s=60.0)))
+    first, second = (reader.generate(PROMPT, mode="reuse", max_tokens=1).report for _ in range(2))
+    assert first.num_chunk_hits == second.num_chunk_hits == 3
+    assert first.ttft_s > values.wait_s
+    assert values.calls.count("get") == 3, "the second request waits for nothing"
+    reader.store.close()
 
 
 @pytest.mark.parametrize("system", [None, "Answer briefly. " * 30])
