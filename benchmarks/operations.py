@@ -15,7 +15,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -30,8 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ragblend
 from benchmarks.results import OutOption, write_both
 from ragblend.cli.session import quiet_libraries, set_num_threads
-from ragblend.engine.fusion import attention, kernels, plan
+from ragblend.engine.fusion import attention, plan
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts
 from ragblend.options import Mode
@@ -43,6 +46,7 @@ CASES: dict[str, tuple[Mode, str, float]] = {
     "ask": ("blend", "ask", 0.05),
     "cacheblend": ("blend", "cacheblend", 0.15),
 }
+kernels = import_module("ragblend.engine.fusion.kernels") if find_spec("triton") else None
 PACKAGE_DIR = str(Path(ragblend.__file__).parent)
 LOOKS = {"item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select", "argwhere", "equal", "allclose"}
 CASTS = {"__bool__", "__int__", "__float__", "__index__", "__contains__"}
@@ -103,15 +107,15 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Operations:
         """Count, and let launches of kernels count instead of running."""
-        self._patch = patch.object(kernels, "_launch", self._count_launch)
-        self._patch.start()
+        self._patch = patch.object(kernels, "_launch", self._count_launch) if kernels else nullcontext()
+        self._patch.__enter__()
         entered: Operations = super().__enter__()  # type: ignore[no-untyped-call]
         return entered
 
     def __exit__(self, *error: Any) -> None:
         """Stop counting."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patch.stop()
+        self._patch.__exit__(*error)
 
     def _count_launch(self, kernel: Any, *args: Any, **options: Any) -> None:
         self.num += 1
@@ -159,7 +163,7 @@ def count_operations(num_layers: int, num_chunks: int, *, with_kernels: bool) ->
 def gpu_branches() -> Iterator[None]:
     """Take the branches on the CPU that a GPU of 132 processors (H100) takes."""
     with (
-        patch.object(kernels, "num_processors", lambda _: 132),
+        patch.object(kernels, "num_processors", lambda _: 132) if kernels else nullcontext(),
         patch.dict(plan.ALLOCATED_LAYERS, cpu=8),
         patch.dict(attention.BLOCK_ROWS, cpu=512),
         patch.dict(attention.BLOCK_SCORES, cpu=1 << 22),
@@ -186,6 +190,8 @@ def measure(*, with_kernels: bool) -> dict[str, dict[str, Any]]:
 
 def main(out: OutOption = None) -> None:
     """Count, and write the result as JSON."""
+    if kernels is None:
+        raise UsageError("Triton is not installed, and its kernels are counted, too: pip install 'triton>=3.9'")
     quiet_libraries()
     set_num_threads(1)
     runs = {"runs": measure(with_kernels=True), "runs_without_kernels": measure(with_kernels=False)}

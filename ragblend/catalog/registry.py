@@ -396,7 +396,7 @@ class ChunkRegistry(Catalog):
         query = select(ENTRIES.c.key, ENTRIES.c.fingerprint).where(ENTRIES.c.fingerprint != "").order_by(ENTRIES.c.key)
         return {row.key: row.fingerprint for row in self._rows(query)}
 
-    # --- deletions of entries, see `engine.deletions` ---
+    # --- deletions of entries, see `engine.entry_records` ---
 
     def local_tier(self, folder: Path | None) -> str:
         """Return the name of a machine's tiers in `PendingDeletion.tier`: "", or in a shared catalogue the name of the

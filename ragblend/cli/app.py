@@ -136,9 +136,11 @@ def demo(
         print_json(facts)
 
 
+VLLM_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}  # flags that are not listed are vLLM's
 for _command in (
     demo,
     ui,
+    doctor,
     ingest,
     precompute,
     documents,
@@ -147,12 +149,21 @@ for _command in (
     chat,
     search,
     explain,
+    serve,
+    stats,
+    verify,
+    gc,
+    pin,
+    unpin,
+    push,
+    init_key,
+    sign,
+    calibrate,
+    profile,
+    plan,
+    analyze,
 ):  # in the order of GROUPS
-    app.command()(_command)
-for _command in (doctor, serve):  # further flags are vLLM's
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_command)
-for _command in (stats, verify, gc, pin, unpin, push, init_key, sign, calibrate, profile, plan, analyze):
-    app.command()(_command)
+    app.command(context_settings=VLLM_FLAGS if _command in (doctor, serve) else None)(_command)
 app.add_typer(bench_app, name="bench", epilog=examples_epilog("bench"))
 set_help_layout(app)
 set_help_layout(bench_app, "bench ")

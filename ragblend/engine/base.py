@@ -19,8 +19,7 @@ from typing import Any, Literal, NoReturn, Self
 from ragblend.catalog.known_chunks import find_runs_of, open_known_chunks
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.deletions import run_deletions, schedule_deletions
-from ragblend.engine.entry_records import record_entries_on_put
+from ragblend.engine.entry_records import record_entries_on_put, run_deletions, schedule_deletions
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.shadow import Shadow

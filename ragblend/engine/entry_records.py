@@ -1,17 +1,89 @@
-"""Records of stored entries in the catalogue, so that a removal finds the entries of a text without reading files.
+"""Records of stored entries in the catalogue, and the deletion of entries by these records.
 
-Depends on a store and its registry, not on models.
+Each entry of a disk tier is recorded when it is stored, so that a removal finds the entries of a text without reading
+files. Every removal, replacement, collection of garbage and change of the context policy calls `schedule_deletions`
+with the keys of the entries that it leaves, in the transaction that removes their texts, and then `run_deletions`,
+which deletes the entries. After a kill, or while a remote tier does not answer, the records stay, and the next run
+continues. Storing an entry again cancels its deletion. Depends on a store and its registry, not on models or texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.schema import PendingDeletion
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
+from ragblend.engine.store.remote.tier import RemoteStore
+from ragblend.errors import BackendUnreachableError
+
+_BATCH = 64  # entries per transaction, during which no process can add documents
+
+
+class UnfinishedDeletionError(BackendUnreachableError):
+    """A remote tier did not answer, so it still has entries whose deletion is recorded. The next run deletes them.
+
+    `num_deleted`: number of entries that were deleted, from the tiers of this machine at least.
+    """
+
+    def __init__(self, num_deleted: int, reason: str) -> None:
+        super().__init__(reason)
+        self.num_deleted = num_deleted
+
+
+def schedule_deletions(source_of: Mapping[str, str], store: KVStore, registry: ChunkRegistry) -> None:
+    """Record entries that `run_deletions` has to delete from every tier of `store`. They count as stored no more.
+
+    source_of: for each entry's key, the document that had its text; "" if unknown. Call it in the transaction of
+    `registry` that removes the texts, so that a kill leaves either the texts or the records.
+    """
+    tiers = _deletion_tiers(store, registry)
+    with registry.write_transaction():
+        registry.remove_stored_entries(source_of)
+        registry.record_deletions(
+            PendingDeletion(key, tier, source) for key, source in source_of.items() for tier in tiers
+        )
+
+
+def run_deletions(store: KVStore, registry: ChunkRegistry) -> set[str]:
+    """Delete the entries whose deletion is recorded. Return the keys of those that a tier had.
+
+    The tiers of this machine delete first, because they must not wait for an unreachable remote tier. A remote tier
+    then publishes a tombstone, with which other machines delete the entries. Raises UnfinishedDeletionError, after
+    every tier was tried, if a remote tier does not answer.
+    """
+    deleted, unanswered = set[str](), ""
+    for tier in _deletion_tiers(store, registry):
+        keys = [each.key for each in registry.pending_deletions([tier])]
+        for start in range(0, len(keys), _BATCH):
+            with registry.write_transaction():  # no process stores an entry again in the meantime
+                batch = registry.find_pending(keys[start : start + _BATCH], tier)
+                try:
+                    deleted |= _delete_from_tier(batch, tier, store)
+                except BackendUnreachableError as error:
+                    unanswered = str(error)
+                    break
+                registry.clear_deletions(batch, tier)
+                if tier == registry.local_tier(store.folder):
+                    registry.remove_entries(batch)  # including entries that were evicted earlier
+    if unanswered:
+        raise UnfinishedDeletionError(len(deleted), unanswered)
+    return deleted
+
+
+def _deletion_tiers(store: KVStore, registry: ChunkRegistry) -> list[str]:
+    """Return the tiers of `PendingDeletion.tier`: this machine's tiers as one, then the URL of each remote tier."""
+    return [registry.local_tier(store.folder), *(tier.values.url for tier in store.find_tiers(RemoteStore))]
+
+
+def _delete_from_tier(keys: Iterable[str], tier: str, store: KVStore) -> set[str]:
+    """Delete entries from one of `_deletion_tiers`. Return the keys of those that it had."""
+    if any(tier == remote.values.url for remote in store.find_tiers(RemoteStore)):
+        return store.delete_everywhere([*keys])
+    return {key for key in keys if store.delete_local(key)}
 
 
 def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:

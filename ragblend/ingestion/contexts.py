@@ -12,7 +12,7 @@ from typing import get_args
 
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.api import Engine
-from ragblend.engine.deletions import run_deletions, schedule_deletions
+from ragblend.engine.entry_records import run_deletions, schedule_deletions
 from ragblend.errors import UsageError
 from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.option_fields import check_unicode

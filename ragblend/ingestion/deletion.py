@@ -2,7 +2,7 @@
 
 The index records the texts that its documents have lost (see `catalog.documents`). `delete_orphaned_kv` turns these
 texts into recorded deletions. `delete_texts_except` does the same for documents of frameworks and servers. Both then
-run the deletions (see `engine.deletions`). Depends on the index, engines and stores, not on files or frameworks.
+run the deletions (see `engine.entry_records`). Depends on the index, engines and stores, not on files or frameworks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from itertools import chain
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.api import DocumentEngine, Engine, RemoteEngine
-from ragblend.engine.deletions import UnfinishedDeletionError, run_deletions, schedule_deletions
-from ragblend.engine.entry_records import record_entry
+from ragblend.engine.entry_records import UnfinishedDeletionError, record_entry, run_deletions, schedule_deletions
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore

@@ -20,7 +20,7 @@ from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_short_texts, find_text_keys
 from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
 from ragblend.engine.api import DocumentEngine, RemoteEngine
-from ragblend.engine.deletions import UnfinishedDeletionError
+from ragblend.engine.entry_records import UnfinishedDeletionError
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError

@@ -18,7 +18,7 @@ from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_regis
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.stored_documents import hash_token_ids, live_text_keys, open_store_documents
 from ragblend.engine.api import Engine
-from ragblend.engine.deletions import run_deletions, schedule_deletions
+from ragblend.engine.entry_records import run_deletions, schedule_deletions
 from ragblend.engine.store.disk import DiskStore, GcResult
 from ragblend.engine.store.eviction import NAME
 from ragblend.engine.store.format.kv import KVHeader

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.deletions import run_deletions, schedule_deletions
+from ragblend.engine.entry_records import run_deletions, schedule_deletions
 from ragblend.engine.namespaces import equals_ignoring_salt
 from ragblend.engine.store.disk import DiskStore, StoreEntry
 from ragblend.engine.store.remote.tier import RemoteStore

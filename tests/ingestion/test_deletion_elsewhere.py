@@ -10,7 +10,7 @@ from servers import wait_until
 
 from ragblend import load_engine
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.deletions import schedule_deletions
+from ragblend.engine.entry_records import schedule_deletions
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError

@@ -87,7 +87,7 @@ def find_differences() -> list[str]:
         if target is not None:
             found |= dict.fromkeys(f"{module}.{name}({each}=)" for each in sorted(_unknown_keywords(target, keywords)))
     for (module, name), attributes in ATTRIBUTES.items():
-        if importlib.util.find_spec(module) is None:
+        if not _exists(module):
             found[module] = None
         elif (target := _load(module, name)) is not None:  # a backend of another platform may not load
             known = _attributes(target)
@@ -106,6 +106,14 @@ def _connector_differences() -> Iterator[str]:
                 yield f"KVConnectorBase_V1.{name}({', '.join(expected)})"
         elif getattr(method, "__isabstractmethod__", False):
             yield f"KVConnectorBase_V1.{name}"
+
+
+def _exists(module: str) -> bool:
+    """Return True if there is a module of this name, whether it loads here or not."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
 
 
 def _load(module: str, name: str) -> Any:
