@@ -55,9 +55,9 @@ CALLS: dict[str, Callable[[ByteStore], object]] = {
 @pytest.mark.parametrize("mode", ["hang", "drip"])
 def test_every_read_ends_at_its_time_limit_however_the_bytes_come(s3, mode, monkeypatch):
     """8 calls against a silent server and one that sends a byte every 20 ms."""
+    open_remote("s3://objects/kv").values.put("a" * 32, bytes(10_000))
     monkeypatch.setattr("ragblend.engine.store.remote.object_values.WRITE_TIMEOUT_S", 0.5)
     values = open_remote("s3://objects/kv", timeout_s=0.5).values
-    values.put("a" * 32, bytes(10_000))
     s3.mode = mode
     for name, call in CALLS.items():
         start_s = time.perf_counter()
@@ -65,7 +65,14 @@ def test_every_read_ends_at_its_time_limit_however_the_bytes_come(s3, mode, monk
             call(values)
         assert time.perf_counter() - start_s < 0.5 + LATE_S, name
     s3.mode = "pass"
-    assert values.get("a" * 32) == bytes(10_000)
+    wait_until(lambda: _reads(values), 30, "a client reads again what was stored")
+
+
+def _reads(values: ByteStore) -> bool:
+    try:
+        return values.get("a" * 32) == bytes(10_000)
+    except BackendUnreachableError:  # a busy machine may be slower than the time limit
+        return False
 
 
 def test_rejected_credentials_are_named_by_the_servers_words_and_the_secret_is_nowhere(monkeypatch):
