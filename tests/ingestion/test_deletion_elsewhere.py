@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -42,6 +43,20 @@ def store(engine: Any, **texts: str) -> None:
     assert engine.store.flush(30)
 
 
+@contextmanager
+def outage(engine: Any) -> Iterator[None]:
+    """Context in which the engine's remote tier does not delete. Removing the document `a` has failed in it."""
+
+    def delete(name: str) -> bool:
+        raise BackendUnreachableError("it is down")
+
+    with pytest.MonkeyPatch.context() as down:
+        down.setattr(engine.store.tiers[-1].values, "delete", delete)
+        with pytest.raises(BackendUnreachableError, match="it is down"):
+            delete_precomputed(["a"], engine)
+        yield
+
+
 def on_disk(engine: Any) -> set[str]:
     """The names in TEXTS whose KV is on the disk of an engine."""
     keys = set(DiskStore(engine.store.find_tier(DiskStore).root).keys())
@@ -73,19 +88,13 @@ def test_what_one_removes_or_replaces_leaves_the_disk_of_a_running_and_of_a_late
     assert on_disk(running) == in_remote(one) == {"a", "b", "c"}
 
 
-def test_a_removal_during_an_outage_is_completed_by_the_next_call(program, monkeypatch):
+def test_a_removal_during_an_outage_is_completed_by_the_next_call(program):
     one, two = program("one"), program("two")
     for engine in (one, two):
         store(engine, **TEXTS)
-    with monkeypatch.context() as down:
-
-        def delete(name: str) -> bool:
-            raise BackendUnreachableError("it is down")
-
-        down.setattr(one.store.tiers[-1].values, "delete", delete)
-        for _ in range(2):
-            with pytest.raises(BackendUnreachableError, match="it is down"):
-                delete_precomputed(["a"], one)
+    with outage(one):
+        with pytest.raises(BackendUnreachableError, match="it is down"):
+            delete_precomputed(["a"], one)
         store(one, b="Alice Kern plays the piano.")
         assert (on_disk(one), in_remote(one)) == ({"c"}, {"a", "b", "c"})
     store(two, b="Alice Kern plays the piano.")  # which is a document of another catalogue
@@ -109,18 +118,11 @@ def test_the_removal_of_one_text_leaves_the_variants_of_the_others_everywhere(pr
         assert [engine.store.contains(key) for key in variants] == [False, True, True]
 
 
-def test_a_text_added_again_during_an_outage_stays_after_it(program, monkeypatch):
+def test_a_text_added_again_during_an_outage_stays_after_it(program):
     one, two = program("one"), program("two")
     for engine in (one, two):
         store(engine, **TEXTS)
-    with monkeypatch.context() as down:
-
-        def delete(name: str) -> bool:
-            raise BackendUnreachableError("it is down")
-
-        down.setattr(one.store.tiers[-1].values, "delete", delete)
-        with pytest.raises(BackendUnreachableError, match="it is down"):
-            delete_precomputed(["a"], one)
+    with outage(one):
         assert on_disk(one) == {"b", "c"}
         store(one, a=TEXTS["a"])
     delete_precomputed(["b"], one)
@@ -138,3 +140,19 @@ def test_deletions_recorded_before_a_kill_are_run_by_the_next_removal(program):
     delete_precomputed(["b"], one)
     two.store.apply_deletions()
     assert in_remote(one) == on_disk(one) == on_disk(two) == {"c"}
+
+
+def test_a_text_added_before_its_tombstone_is_read_is_prefilled_again(program):
+    one, two = program("one"), program("two")
+    for engine in (one, two):
+        store(engine, **TEXTS)
+    delete_precomputed(["a"], one)
+    with pytest.MonkeyPatch.context() as down:
+        down.setattr(two.store, "apply_deletions", lambda: None)  # as while the remote tier does not answer
+        precompute_documents([TEXTS["a"]], two, ids=["again"])
+        assert on_disk(two) == {"a", "b", "c"}
+    two.store.apply_deletions()
+    assert on_disk(two) == {"b", "c"}
+    store(two, again=TEXTS["a"])
+    two.store.apply_deletions()
+    assert on_disk(two) == {"a", "b", "c"}
