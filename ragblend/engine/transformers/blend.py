@@ -129,7 +129,7 @@ class BlendingEngine(LocalEngine):
         result, loader = self._fuse(plan, fused)
         report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
         if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(ratio)
+            request.fit.predict(report, ratio)
         runs = request.prompt.runs
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
