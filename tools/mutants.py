@@ -102,7 +102,7 @@ span-one-token-too-long         vllm       check_tokens_after_span
     A[1] >= B  ->  A[1] > B
 connector-key-without-namespace vllm       ChunkLookup._key
     chunk_key(A, B, C, D)  ->  chunk_key(A, B, C, "")
-no-token-left-to-sample         vllm       PromptMatcher.find_runs
+no-token-left-to-sample         vllm       ChunkLookup._match
     A and A[-1].end > B  ->  False
 deleted-while-fetched           vllm       _fetch_one
     self._store.num_deletes != A  ->  False

@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragblend.engine.matching import turn_ends, without_quotations
 from ragblend.engine.vllm.jobs import StoredSpan
-from ragblend.engine.vllm.scheduler_side.turns import (
-    hide_blocks,
-    separate_blended_blocks,
-    split_by_turns,
-    turn_ends,
-    without_quotations,
-)
+from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
 from ragblend.prompt.types import ChunkRun
 
 TAIL, SETTINGS, BLOCK = (1, 2), ("blend", "ask", 0.15, None, 0), 4
@@ -119,4 +114,4 @@ def test_a_quotation_at_the_end_of_any_turn_is_part_of_its_question():
     prompt = [9, *chunk, 8, *chunk[:20], *TAIL, 8, *chunk[:70], *TAIL, 8, *chunk[:20], *TAIL]
     runs = [ChunkRun(chunk, 0, start, start + count) for start, count in ((1, 80), (82, 20), (105, 70), (178, 20))]
     assert [tuple(prompt[run.start : run.end]) for run in runs] == [chunk[: run.num_tokens] for run in runs]
-    assert without_quotations(runs, prompt, TAIL) == [runs[0], runs[2]]
+    assert without_quotations(runs, prompt, TAIL, turn_ends(prompt, TAIL, runs)) == [runs[0], runs[2]]

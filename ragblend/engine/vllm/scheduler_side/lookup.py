@@ -2,7 +2,7 @@
 
 On a slow or network disk, reading a header takes as long as computing a layer, so threads read it. The scheduler waits
 for at most `PATIENCE_S`, which is enough for a local disk, and then polls at later steps. Depends on keys, stores and
-the prompt matcher, not on vLLM.
+matching, not on vLLM.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import NamedTuple
 
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import default_context_policy
+from ragblend.engine.matching import open_known_chunks, turn_ends
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import LookupContext, chunk_key, lookup_contexts
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
-from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
-from ragblend.engine.vllm.scheduler_side.turns import turn_ends
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
+from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.003
 NUM_LOOKUPS = 4  # lookups that run at the same time
+_NAMESPACES_OPEN = 64  # token indexes in memory; every cache salt that a client chooses is a separate namespace
 
 
 class LookupResult(NamedTuple):
@@ -42,9 +45,10 @@ class LookupResult(NamedTuple):
 
 
 class ChunkLookup:
-    """Finds the chunks in prompts by `matcher`, and the chunks' entries in `disk`.
+    """Finds the chunks in prompts, and the chunks' entries in `disk`.
 
-    Without a matcher, no chunk is found. `fingerprint` and `num_layers` are the model's. `close` ends the threads.
+    Only chunks whose token ids come from the tokenizer of `renderer` are found; without a renderer, none is.
+    `fingerprint` and `num_layers` are the model's. `close` ends the threads.
     """
 
     def __init__(
@@ -53,16 +57,21 @@ class ChunkLookup:
         config: ConnectorConfig,
         fingerprint: str,
         num_layers: int,
-        matcher: PromptMatcher | None = None,
+        renderer: Renderer | None = None,
     ) -> None:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
         self._remembered, self._default = disk.read_context_policy(), default_context_policy(num_layers)
-        self._matcher = matcher
-        self.prefix_ids = config.prefix_ids or (matcher.prefix_ids if matcher is not None else ())
-        self._neutral_ids = matcher.neutral_ids if matcher is not None else ()
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
-        if matcher is not None:
-            self._pool.submit(matcher.find_runs, (), "")  # builds the token index before any request
+        self.prefix_ids = config.prefix_ids
+        self._tail_ids: tuple[int, ...] = ()
+        self._neutral_ids: tuple[int, ...] = ()
+        self._registry = None if renderer is None else open_registry(disk)
+        if renderer is not None and self._registry is not None:
+            self.prefix_ids = config.prefix_ids or renderer.prefix_ids(pins_date=True)
+            self._tail_ids, self._neutral_ids = renderer.tail_ids, renderer.neutral_ids
+            open_chunks = partial(open_known_chunks, self._registry, renderer.fingerprint)
+            self._known_chunks = lru_cache(_NAMESPACES_OPEN)(open_chunks)
+            self._pool.submit(self._match, (), "")  # builds the token index before any request
 
     def start(
         self,
@@ -87,10 +96,11 @@ class ChunkLookup:
         return [(run, [key for key, _ in keys]) for run, keys in found]
 
     def close(self) -> None:
-        """Cancel the lookups that have not begun, and close the matcher."""
+        """Cancel the lookups that have not begun, and close the registry."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._matcher is not None:
-            self._matcher.close()
+        if self._registry is not None:
+            self._known_chunks.cache_clear()
+            self._registry.close()
 
     def context_policy(self) -> ContextPolicy:
         """Return the context policy: the configured one, else the store's own, else the default for the model."""
@@ -116,17 +126,25 @@ class ChunkLookup:
         candidates = list(self._candidates(ids, runs, params.namespace))
         missing = self._missing(candidates) if asks_remote else ()
         stored = () if missing else tuple(self._find_stored(candidates))
-        ends = turn_ends(ids, self._matcher.tail_ids if self._matcher is not None else (), runs) if stored else ()
+        ends = turn_ends(ids, self._tail_ids, runs) if stored else ()
         return LookupResult(runs, stored, missing, match_s, tuple(ends))
 
     def _match(self, ids: Sequence[int], namespace: str) -> tuple[ChunkRun, ...]:
-        if self._matcher is None:
+        """Return the prompt's runs. Without a catalogue that can be read, there are none.
+
+        The prompt's last token is in no run, because vLLM has to compute this token before it can sample.
+        """
+        if self._registry is None:
             return ()
         try:
-            return tuple(self._matcher.find_runs(ids, namespace)[:MAX_RUNS])
+            runs = self._known_chunks(namespace).match(ids, self._tail_ids, by_turn=True)
         except RagblendError as error:
             log.warning("a prompt was not searched for chunks: %s", error)
             return ()
+        last = len(ids) - 1
+        if runs and runs[-1].end > last:
+            runs[-1] = runs[-1].within(0, last)
+        return tuple(runs[:MAX_RUNS])
 
     def _candidates(
         self, ids: Sequence[int], runs: Sequence[ChunkRun], namespace: str

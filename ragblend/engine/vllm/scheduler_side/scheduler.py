@@ -37,7 +37,6 @@ from ragblend.engine.vllm.params import (
 from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, machine_facts_of
 from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, LookupResult
-from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S
@@ -114,8 +113,7 @@ class BlendScheduler:
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine)
         self._filling: set[str] = set()  # requests whose context the workers fill
-        matcher = self._make_matcher(model)
-        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
+        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, self._load_renderer(model))
         self._cache_config = vllm_config.cache_config
         self.kv_cache_manager: Any = None  # vLLM's, once vLLM has passed it
         self._reuses = True
@@ -127,15 +125,14 @@ class BlendScheduler:
             log.warning("%s", WEIGHTS_UPDATED)
         self._reuses = False
 
-    def _make_matcher(self, model: Any) -> PromptMatcher | None:
-        """Return the matcher of prompts; None if the model's tokenizer cannot be loaded."""
+    def _load_renderer(self, model: Any) -> Renderer | None:
+        """Return the renderer of the model's tokenizer; None if the tokenizer cannot be loaded."""
         try:
             place = str(model.tokenizer or model.model)
-            renderer = Renderer(load_tokenizer(place, vllm_model_options(model, place))[0])
+            return Renderer(load_tokenizer(place, vllm_model_options(model, place))[0])
         except (RagblendError, OSError, ValueError) as error:
             log.warning("prompts are not searched for chunks, because the tokenizer cannot be loaded: %s", error)
             return None
-        return PromptMatcher(self.disk, renderer)
 
     def on_new_request(self, request: Any) -> None:
         """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""

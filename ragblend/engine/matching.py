@@ -1,8 +1,8 @@
-"""`KnownChunks`: finds the registered chunks of one tokenizer and one namespace in prompts.
+"""Matching of prompts for all engines: finds the registered chunks of one tokenizer and one namespace in token ids.
 
-The token ids are in the store's registry. The first search builds an index over them, which all engines of the process
-share. Later searches update the index from the rows that any process has added or removed. Depends on token ids and the
-registry, not on KV or engines.
+The chunks' token ids are in the store's registry. The first search builds an index over them, which all engines of the
+process share. Later searches update the index from the rows that any process has added or removed. Read
+`KnownChunks.match` first. Depends on token ids and the registry, not on KV or engines.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from time import monotonic
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.errors import BackendUnreachableError
 from ragblend.prompt.token_index import Run, TokenIndex
-from ragblend.prompt.types import ChunkRun
+from ragblend.prompt.types import Chunk, ChunkRun
 
 T = TypeVar("T")
 
@@ -31,12 +33,15 @@ log = logging.getLogger(__name__)
 _CACHED_CHUNKS = 4096
 _OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did not answer
 
+LEAST_QUOTE = 64
+"""Least tokens of a run at the end of a user's turn that counts as a document; a shorter run is a quotation."""
+
 
 class KnownChunks:
-    """The chunks that `registry` has for one tokenizer and one namespace. `find_runs` finds them in prompts.
+    """The chunks that `registry` has for one tokenizer and one namespace. `match` finds them in prompts.
 
-    `tokenizer`: the tokenizer's fingerprint. While the registry's database does not answer, `find_runs` finds no chunk
-    and one warning is logged. Prompts are then prefilled without stored KV. Thread-safe. Create an object with
+    `tokenizer`: the tokenizer's fingerprint. While the registry's database does not answer, no chunk is found, and one
+    warning is logged. Prompts are then prefilled without stored KV. Thread-safe. Create an object with
     `open_known_chunks`.
     """
 
@@ -66,6 +71,32 @@ class KnownChunks:
 
     def __contains__(self, text: object) -> bool:
         return isinstance(text, str) and self._search(lambda _: self._has_text(text, self._version), False)
+
+    def match(
+        self,
+        token_ids: Sequence[int],
+        tail_ids: Sequence[int],
+        named: Mapping[tuple[int, ...], Chunk] | None = None,
+        *,
+        by_turn: bool = False,
+    ) -> list[ChunkRun]:
+        """Return the runs of a prompt's token ids: parts that equal a chunk or a part of one, in the prompt's order.
+
+        `tail_ids`: the ids that the chat template writes after a user turn; () for a prompt without turns. `named`: the
+        chunks that the prompt names, by their token ids. They are found even if they are unknown. `by_turn`: True if
+        the chunks of every turn are fused with the question of this turn, and not with the prompt's last question.
+
+        A run of fewer than LEAST_QUOTE tokens that ends the last turn, or with `by_turn` any turn, may be a quotation
+        in the question. It is left out, unless `named` has its chunk and the turn has no other run of that chunk.
+        """
+        runs = self.find_runs(token_ids)
+        if named:
+            if unknown := [ids for ids, chunk in named.items() if chunk.text not in self]:
+                runs += [part for run in find_runs_of(unknown, token_ids) for part in run.without(runs)]
+                runs.sort(key=lambda run: run.start)
+            runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
+        ends = turn_ends(token_ids, tail_ids, runs) if by_turn else [len(token_ids)]
+        return without_quotations(runs, token_ids, tail_ids, ends)
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the parts of a prompt (token ids) that equal parts of known chunks.
@@ -170,6 +201,61 @@ def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> l
     index = TokenIndex(arrays.__getitem__)
     index.add(enumerate(arrays))
     return [_chunk_run(run, arrays[run.chunk]) for run in index.find_runs(token_ids)]
+
+
+def turn_ends(token_ids: Sequence[int], tail_ids: Sequence[int], runs: Sequence[ChunkRun] = ()) -> list[int]:
+    """Return the positions at which the turns of a prompt end, in ascending order. The last one is the prompt's end.
+
+    `tail_ids`: the ids that the chat template writes after a user turn; a turn ends after them, unless they are inside
+    one of `runs`.
+
+    >>> turn_ends([5, 1, 2, 6, 7, 1, 2, 8], [1, 2]), turn_ends([5, 1, 2], [1, 2]), turn_ends([5, 6], [])
+    ([3, 7, 8], [3], [2])
+    """
+    ids, tail, count = list(token_ids), list(tail_ids), len(tail_ids)
+    ends, start = [], 0
+    while tail:
+        try:
+            start = ids.index(tail[0], start)
+        except ValueError:
+            break
+        end = start + count
+        if ids[start:end] == tail and not any(run.start < end <= run.end for run in runs):
+            ends.append(end)
+        start += 1
+    return ends if ends and ends[-1] == len(ids) else [*ends, len(ids)]
+
+
+def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
+    """Return the position at which a prompt's last user turn ends.
+
+    It is the start of `tail_ids` if the prompt ends with them, else the end of the prompt.
+
+    >>> last_turn_end([5, 6, 7, 1, 2], [1, 2]), last_turn_end([5, 6, 7], [1, 2])
+    (3, 3)
+    """
+    num_tail = len(tail_ids)
+    return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
+
+
+def without_quotations(
+    runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int], ends: Sequence[int]
+) -> list[ChunkRun]:
+    """Return the runs without those that may be quotations in the question of a turn (see `KnownChunks.match`).
+
+    `ends`: the positions at which the turns end, in ascending order.
+    """
+    kept = list[ChunkRun]()
+    for start, end in pairwise([0, *ends]):
+        own = [run for run in runs if start <= run.start < end]
+        kept += own[:-1] if _ends_with_quotation(own, token_ids[:end], tail_ids) else own
+    return kept
+
+
+def _ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
+    if not runs or runs[-1].num_tokens >= LEAST_QUOTE or runs[-1].end < last_turn_end(token_ids, tail_ids):
+        return False
+    return runs[-1].chunk is None or any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
 
 
 def _chunk_run(run: Run, ids: NDArray[np.integer], document: str = "") -> ChunkRun:
