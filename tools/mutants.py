@@ -58,8 +58,8 @@ quantised-kept-at-ratio-one     fusion     _candidates
     A.exact and (B.is_lossless or not C)  ->  A.exact
 deviations-swapped              fusion     choose
     RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
-exact-at-any-position           store      lookup_contexts
-    A and B == C and D  ->  A and D
+exact-at-any-position           engine     find_variants
+    A == "exact" and B == C and D  ->  A == "exact" and D
 drift-sign                      fusion     apply_correction
     LayerKV(A - B, C - D)  ->  LayerKV(B - A, D - C)
 key-without-namespace           store      chunk_key

@@ -1,8 +1,11 @@
-"""Matching of prompts for all engines: finds the registered chunks of one tokenizer and one namespace in token ids.
+"""Matching of prompts for all engines: finds stored chunks in token ids, and their entries in the store.
 
-The chunks' token ids are in the store's registry. The first search builds an index over them, which all engines of the
-process share. Later searches update the index from the rows that any process has added or removed. Read
-`KnownChunks.match` first. Depends on token ids and the registry, not on KV or engines.
+`KnownChunks.match` finds the registered chunks of one tokenizer and one namespace as runs. Their token ids are in the
+store's registry. The first search builds an index over them, which all engines of the process share. Later searches
+update the index from the rows that any process has added or removed.
+
+`find_variants` lists the variants of a run's chunk, and `find_stored` finds the best one that a store has. Depends on
+token ids, keys and the registry, not on models or engines.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -22,9 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragblend.catalog.registry import ChunkRegistry
+from ragblend.engine.store.format.kv import ChunkKV
 from ragblend.errors import BackendUnreachableError
 from ragblend.prompt.token_index import Run, TokenIndex
-from ragblend.prompt.types import Chunk, ChunkRun
+from ragblend.prompt.types import Chunk, ChunkRun, PrefixMatch, Variant
 
 T = TypeVar("T")
 
@@ -287,3 +291,53 @@ def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -
         if known is None:
             known = _OPEN[key] = KnownChunks(registry, tokenizer, namespace)
         return known
+
+
+def find_variants(
+    run: ChunkRun,
+    token_ids: Sequence[int],
+    prefixes: Iterable[tuple[int, ...]],
+    neutral_ids: tuple[int, ...],
+    key_of: Callable[[tuple[int, ...]], str],
+) -> Iterator[Variant]:
+    """Yield the variants of a run's chunk that may be stored, the best first.
+
+    The exact variant comes first, if there is one. Neutral variants follow, and then those of the chunk alone, each
+    with one variant per prefix, in the order of `prefixes`. `token_ids`: the prompt. `prefixes`: token ids of each
+    prefix. `neutral_ids`: the ids of the neutral text; () if the store has no neutral variants. `key_of`: returns the
+    key of the chunk's entry whose KV was computed after these ids.
+
+    >>> run = ChunkRun((7,), 0, start=3, end=4)
+    >>> [(variant.key, variant.policy) for variant in find_variants(run, [1, 5, 6, 7], [(1,), (2,)], (9,), str)]
+    [('(1, 9)', 'neutral'), ('(2, 9)', 'neutral'), ('(1,)', 'none'), ('(2,)', 'none')]
+    """
+    matches: dict[tuple[int, ...], PrefixMatch] = {
+        prefix: "exact" if tuple(token_ids[: len(prefix)]) == prefix else "approximate" for prefix in prefixes
+    }
+    exact = [
+        prefix
+        for prefix, match in matches.items()
+        if match == "exact" and len(prefix) == run.start and run.chunk_start == 0
+    ]
+    for prefix in exact:
+        yield Variant(key_of(prefix), "exact", exact=True)
+    for prefix, match in matches.items():
+        if neutral_ids:
+            yield Variant(key_of(prefix + neutral_ids), match, exact=False, policy="neutral")
+    for prefix, match in matches.items():
+        if prefix not in exact:
+            yield Variant(key_of(prefix), match, exact=False)
+
+
+def find_stored(
+    run: ChunkRun, variants: Iterable[Variant], read: Callable[[str, Sequence[int]], ChunkKV | None]
+) -> tuple[ChunkRun, ChunkKV] | None:
+    """Return the run with the first of `variants` that is stored, and the KV of its entry; None if none is stored.
+
+    `read`: returns the entry of a key and of a chunk's token ids, or None for a miss.
+    """
+    for variant in variants:
+        kv = read(variant.key, run.chunk_ids)
+        if kv is not None:
+            return replace(run, variant=replace(variant, nbytes=kv.nbytes)), kv
+    return None

@@ -5,15 +5,13 @@ Plain values only. Does not depend on the code that computes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from ragblend.engine.agreement import ShadowReport
 from ragblend.options import ContextPolicy, Mode
-from ragblend.prompt.types import MatchedPrompt
-
-PrefixMatch = Literal["exact", "approximate"]
+from ragblend.prompt.types import ChunkRun, MatchedPrompt, PrefixMatch
 
 
 @dataclass(slots=True)
@@ -103,6 +101,11 @@ class BlendReport:
         if self.mode == "blend":
             facts.append(f"{self.num_recomputed_tokens} recomputed")
         return f"{', '.join(facts)}, first token after {self.ttft_s * 1e3:.0f} ms"
+
+
+def report_misses(runs: Iterable[ChunkRun]) -> list[ChunkReport]:
+    """Return a report of each run, in which no stored KV was used."""
+    return [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
 
 
 def merge_runs_by_chunk(report: BlendReport, prompt: MatchedPrompt) -> None:

@@ -201,12 +201,32 @@ def as_chunk(part: Part) -> Chunk:
     return part if isinstance(part, Chunk) else Chunk(part)
 
 
+PrefixMatch = Literal["exact", "approximate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A variant of a run's chunk: its KV after one prefix, and how this KV fits into the prompt.
+
+    `key`: of its entry in the store. `match`: "exact" if the prompt begins with the prefix after which the KV was
+    computed. `exact`: True if the KV was computed after precisely the tokens that precede the run in the prompt.
+    `policy`: of the ingestion context. `nbytes`: size of the entry's tensors; 0 if the entry was not read.
+    """
+
+    key: str
+    match: PrefixMatch
+    exact: bool
+    policy: ContextPolicy = "none"
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
     """A part of a chunk in a prompt: positions [start, end) of the prompt equal the chunk's ids from `chunk_start` on.
 
     `chunk`: the Chunk, if the prompt names it, else None. `document`: the id of a document that contains the chunk
-    according to the registry; "" if unknown.
+    according to the registry; "" if unknown. `variant`: the stored variant whose KV is used; None before the lookup,
+    and for a chunk that is not stored.
     """
 
     chunk_ids: tuple[int, ...] = field(repr=False)
@@ -215,6 +235,7 @@ class ChunkRun:
     end: int
     chunk: Chunk | None = field(default=None, repr=False)
     document: str = ""
+    variant: Variant | None = None
 
     @property
     def num_tokens(self) -> int:

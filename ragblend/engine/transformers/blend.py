@@ -24,24 +24,21 @@ from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
-from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
+from ragblend.engine.matching import find_stored, find_variants
+from ragblend.engine.report import BlendReport, merge_runs_by_chunk, report_misses
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.format.keys import LookupContext, chunk_key, lookup_contexts
-from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import ChunkRun, common_prefix_length
+from ragblend.prompt.types import ChunkRun, Variant, common_prefix_length
 
 log = logging.getLogger(__name__)
 
 StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request calls it."""
-
-
-StoredRuns = dict[int, tuple[Placement, LookupContext]]
-"""The runs of a prompt whose chunks are stored, by start position, with the context in which each was found."""
 
 
 class BlendingEngine(LocalEngine):
@@ -81,7 +78,7 @@ class BlendingEngine(LocalEngine):
         """
         store_get: StoreGet = self.store.get
         if self.store.has_remote_tiers and request.mode != "full":
-            keys = [key for run in request.prompt.runs for key, _ in self._keys(request, run)]
+            keys = [each.key for run in request.prompt.runs for each in self._variants(request, run)]
             store_get = partial(self.store.get_local, fetched=self.store.fetch_from_remote(keys))
         return partial(self._prefill, request, store_get)
 
@@ -109,8 +106,7 @@ class BlendingEngine(LocalEngine):
         fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
         num_resident, num_known, num_exact = self._copy_resident_rows(request, fused)
         prefix_s = perf_counter() - start_s
-        stored = self._lookup(request, num_resident, damaged, store_get)
-        placements = tuple(placement for placement, _ in stored.values())
+        placements = self._lookup(request, num_resident, damaged, store_get)
         ratio, fallback_reason = self._choose_ratio(request, num_resident, placements)
         if fallback_reason:
             return self._fall_back(request, fallback_reason)
@@ -131,15 +127,13 @@ class BlendingEngine(LocalEngine):
         if request.fit is not None and request.mode in ("blend", "reuse"):
             report.predicted_agreement = request.fit.agreement_at(ratio)
         runs = request.prompt.runs
-        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
-        used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
-        record_fusion(report, (run.start for run in runs), used, plan, result, num_known)
+        record_fusion(report, runs, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
-        wanted = runs if request.mode != "prefix" else ()
-        misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
+        wanted, placed_ends = runs if request.mode != "prefix" else (), {each.end for each in placements}
+        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
         return PrefillResult(
             fused,
             result.logits,
@@ -173,29 +167,27 @@ class BlendingEngine(LocalEngine):
         fused.copy_front(prefix, count)
         return count, num_known, count
 
-    def _lookup(self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet) -> StoredRuns:
-        """Return the prompt's stored runs, each in the best context in which its chunk is stored."""
-        found: StoredRuns = {}
-        for run in request.prompt.runs:
-            if run.end <= num_resident:
-                continue
-            rest = run.within(num_resident, run.end)
-            for key, context in self._keys(request, rest):
-                kv = store_get(key, rest.chunk_ids) if key not in damaged else None
-                if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
-                    rows = slice_kv_rows(kv, rest.chunk_start, rest.chunk_start + rest.num_tokens)
-                    found[run.start] = (Placement(rows, rest.start, context.exact, context.policy != "none"), context)
-                    break
-        return found
+    def _lookup(
+        self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
+    ) -> tuple[Placement, ...]:
+        """Return the prompt's stored runs with their KV, each in the best variant of its chunk that is stored."""
 
-    def _keys(self, request: EngineRequest, run: ChunkRun) -> Iterator[tuple[str, LookupContext]]:
-        """Yield the keys of a run's chunk that the request may use, each with its lookup context, the best first."""
-        prompt, is_beginning = request.prompt, run.chunk_start == 0
-        prefixes = (prompt.prefix_ids, self.default_prefix_ids)
+        def read(key: str, chunk_ids: Sequence[int]) -> ChunkKV | None:
+            kv = store_get(key, chunk_ids) if key not in damaged else None
+            return kv if kv is not None and (request.mode != "prefix" or kv.header.is_lossless) else None
+
+        rest = (run.within(num_resident, run.end) for run in request.prompt.runs if run.end > num_resident)
+        stored = (find_stored(run, self._variants(request, run), read) for run in rest)
+        return tuple(Placement.of_run(*each) for each in stored if each is not None)
+
+    def _variants(self, request: EngineRequest, run: ChunkRun) -> Iterator[Variant]:
+        """Yield the variants of a run's chunk that the request may use, the best first."""
+        prompt, prefixes = request.prompt, (request.prompt.prefix_ids, self.default_prefix_ids)
         neutral_ids = self.neutral_ids if self.context == "neutral" else ()
-        for context in lookup_contexts(prompt.token_ids, run.start, prefixes, neutral_ids, is_beginning=is_beginning):
-            if request.mode != "prefix" or context.exact:
-                yield chunk_key(self.fingerprint, context.token_ids, run.chunk_ids, self.namespace), context
+        key_of = partial(chunk_key, self.fingerprint, token_ids=run.chunk_ids, namespace=self.namespace)
+        for variant in find_variants(run, prompt.token_ids, prefixes, neutral_ids, key_of):
+            if request.mode != "prefix" or variant.exact:
+                yield variant
 
     # -- decide
 
@@ -263,7 +255,7 @@ class BlendingEngine(LocalEngine):
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         num_tokens = request.prompt.num_tokens
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
-        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in request.prompt.runs]
+        report.chunks = report_misses(request.prompt.runs)
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, num_tokens), logits, report, num_tokens)

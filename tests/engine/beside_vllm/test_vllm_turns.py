@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.engine.matching import turn_ends, without_quotations
-from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
-from ragblend.prompt.types import ChunkRun
+from ragblend.prompt.types import ChunkRun, Variant
 
 TAIL, SETTINGS, BLOCK = (1, 2), ("blend", "ask", 0.15, None, 0), 4
 ids = st.lists(st.integers(3, 5), min_size=1, max_size=12)
@@ -33,12 +32,12 @@ class Request:
             self.block_hashes.append(hashlib.sha256(before + block).digest())
 
 
-def span(start: int, end: int, key: str = "one") -> StoredSpan:
+def span(start: int, end: int, key: str = "one") -> ChunkRun:
     """A stored chunk in a prompt."""
-    return StoredSpan(start, end, key, "exact", exact=False)
+    return ChunkRun((), 0, start, end, variant=Variant(key, "exact", exact=False))
 
 
-def hashes(prompt: list[int], stored: list[StoredSpan], settings: tuple[object, ...] = SETTINGS) -> list[bytes]:
+def hashes(prompt: list[int], stored: list[ChunkRun], settings: tuple[object, ...] = SETTINGS) -> list[bytes]:
     """Of the blocks of a prompt with stored chunks."""
     request = Request(prompt)
     separate_blended_blocks(request, split_by_turns(stored, turn_ends(prompt, TAIL)), settings, BLOCK)

@@ -8,24 +8,25 @@ matching, not on vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import NamedTuple
 
 from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import default_context_policy
-from ragblend.engine.matching import open_known_chunks, turn_ends
+from ragblend.engine.matching import find_stored, find_variants, open_known_chunks, turn_ends
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.format.keys import LookupContext, chunk_key, lookup_contexts
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import ChunkKV
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import ChunkRun
+from ragblend.prompt.types import ChunkRun, Variant
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,10 @@ _NAMESPACES_OPEN = 64  # token indexes in memory; every cache salt that a client
 class LookupResult(NamedTuple):
     """The result of looking up a prompt's chunks."""
 
-    runs: tuple[ChunkRun, ...]  # parts of the prompt that equal a chunk, or a part of one
-    stored: tuple[StoredSpan, ...] = ()  # the runs whose chunk has a stored entry
+    runs: tuple[ChunkRun, ...]  # those whose chunk is stored have its best stored variant
     missing: tuple[str, ...] = ()  # keys of entries that this machine does not have, but the remote tier may have
     match_s: float = 0.0  # seconds that matching the prompt took
-    turn_ends: tuple[int, ...] = ()  # positions at which the prompt's turns end
+    turn_ends: tuple[int, ...] = ()  # positions at which the prompt's turns end; () if no chunk is stored
 
 
 class ChunkLookup:
@@ -85,15 +85,15 @@ class ChunkLookup:
 
         `runs`: the runs that an earlier lookup of the prompt has found; None for the first lookup. With `asks_remote`,
         the result's `missing` has the keys of a chunk's variants that are better than its best one on this machine. If
-        this machine has none, these are all variants. The remote tier may have them. If `missing` is not empty,
-        `stored` is empty. Fetch the variants, and start the lookup again with `asks_remote=False`.
+        this machine has none, these are all variants. The remote tier may have them. If `missing` is not empty, no run
+        has a variant. Fetch the missing ones, and start the lookup again with `asks_remote=False`.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 
     def candidate_keys(self, ids: Sequence[int], namespace: str) -> list[tuple[ChunkRun, list[str]]]:
         """Return the prompt's runs, each with the keys under which its chunk may be stored in any tier, best first."""
         found = self._candidates(ids, self._match(ids, namespace), namespace)
-        return [(run, [key for key, _ in keys]) for run, keys in found]
+        return [(run, [variant.key for variant in variants]) for run, variants in found]
 
     def close(self) -> None:
         """Cancel the lookups that have not begun, and close the registry."""
@@ -123,11 +123,13 @@ class ChunkLookup:
         if runs is None:
             runs = self._match(ids, params.namespace)
         match_s = perf_counter() - start_s
-        candidates = list(self._candidates(ids, runs, params.namespace))
-        missing = self._missing(candidates) if asks_remote else ()
-        stored = () if missing else tuple(self._find_stored(candidates))
-        ends = turn_ends(ids, self._tail_ids, runs) if stored else ()
-        return LookupResult(runs, stored, missing, match_s, tuple(ends))
+        candidates = self._candidates(ids, runs, params.namespace)
+        if asks_remote and (missing := self._missing(candidates)):
+            return LookupResult(runs, missing, match_s)
+        found = [find_stored(run, variants, self._read) for run, variants in candidates]
+        runs = tuple(run if each is None else each[0] for run, each in zip(runs, found, strict=True))
+        ends = turn_ends(ids, self._tail_ids, runs) if any(found) else ()
+        return LookupResult(runs, (), match_s, tuple(ends))
 
     def _match(self, ids: Sequence[int], namespace: str) -> tuple[ChunkRun, ...]:
         """Return the prompt's runs. Without a catalogue that can be read, there are none.
@@ -148,47 +150,41 @@ class ChunkLookup:
 
     def _candidates(
         self, ids: Sequence[int], runs: Sequence[ChunkRun], namespace: str
-    ) -> Iterator[tuple[ChunkRun, list[tuple[str, LookupContext]]]]:
-        """Yield each run with the keys under which its chunk may be stored, the best key first."""
+    ) -> list[tuple[ChunkRun, list[Variant]]]:
+        """Return each run with the variants of its chunk that may be stored, the best first."""
         if not runs:
-            return
+            return []
         prefixes = tuple(ids[: runs[0].start]), self.prefix_ids
         neutral_ids = self._neutral_ids if self.context_policy() == "neutral" else ()
-        for run in runs:
-            found = lookup_contexts(ids, run.start, prefixes, neutral_ids, is_beginning=run.chunk_start == 0)
-            yield run, [(self._key(run, namespace, each.token_ids), each) for each in found]
+        keys = (partial(self._key, run.chunk_ids, namespace) for run in runs)
+        return [
+            (run, list(find_variants(run, ids, prefixes, neutral_ids, key_of)))
+            for run, key_of in zip(runs, keys, strict=True)
+        ]
 
-    def _missing(self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
+    def _missing(self, candidates: Sequence[tuple[ChunkRun, list[Variant]]]) -> tuple[str, ...]:
         """Return the keys that are better than the best key whose entry is on this machine."""
         missing: dict[str, None] = {}
-        for _, keys in candidates:
-            for key, _ in keys:
-                if self._disk.contains(key):
+        for _, variants in candidates:
+            for variant in variants:
+                if self._disk.contains(variant.key):
                     break
-                missing[key] = None
+                missing[variant.key] = None
         return tuple(missing)
 
-    def _find_stored(
-        self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]
-    ) -> Iterator[StoredSpan]:
-        """Yield the stored chunks of the prompt, each in its best stored variant."""
-        for run, keys in candidates:
-            for key, context in keys:
-                kv = self._disk.peek(key)
-                if kv is not None and kv.header.token_ids == run.chunk_ids:
-                    facts = (context.match, context.exact, context.policy, kv.nbytes)
-                    yield StoredSpan(run.start, run.end, key, *facts, run.chunk_ids, run.chunk_start)
-                    break
+    def _read(self, key: str, chunk_ids: Sequence[int]) -> ChunkKV | None:
+        kv = self._disk.peek(key)
+        return kv if kv is not None and kv.header.has_ids(chunk_ids) else None
 
     def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> LookupResult:
-        """Return the chunk to ingest as the only run, with its entry if it is stored."""
+        """Return the chunk to ingest as the only run, with its variant if it is stored."""
         assert params.span is not None
         start, end = params.span
         run = ChunkRun(tuple(ids[start:end]), 0, start, end)
-        key = self._key(run, params.namespace, tuple(ids[:start]))
-        is_stored = self._disk.contains(key)
-        span = StoredSpan(start, end, key, "exact", exact=True, chunk_ids=run.chunk_ids)
-        return LookupResult((run,), (span,) if is_stored else ())
+        key = self._key(run.chunk_ids, params.namespace, tuple(ids[:start]))
+        return LookupResult(
+            (replace(run, variant=Variant(key, "exact", exact=True)) if self._disk.contains(key) else run,)
+        )
 
-    def _key(self, run: ChunkRun, namespace: str, prefix_ids: Sequence[int]) -> str:
-        return chunk_key(self._fingerprint, prefix_ids, run.chunk_ids, namespace)
+    def _key(self, chunk_ids: Sequence[int], namespace: str, prefix_ids: Sequence[int]) -> str:
+        return chunk_key(self._fingerprint, prefix_ids, chunk_ids, namespace)

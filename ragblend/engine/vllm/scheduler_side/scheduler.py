@@ -16,7 +16,7 @@ from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
-from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
+from ragblend.engine.report import BlendReport, merge_runs_by_chunk, report_misses
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVSpec
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -25,7 +25,7 @@ from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, StoredSpan
+from ragblend.engine.vllm.jobs import BlendJob, BlendTurn
 from ragblend.engine.vllm.metric_sources import LABEL, RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
@@ -81,9 +81,9 @@ class _RequestState:
     is_timed: bool = False  # its first token is recorded
 
     @property
-    def stored(self) -> tuple[StoredSpan, ...]:
-        """Return the stored chunks of all turns."""
-        return tuple(span for turn in self.turns for span in turn.stored)
+    def stored(self) -> tuple[ChunkRun, ...]:
+        """Return the stored runs of all turns."""
+        return tuple(run for turn in self.turns for run in turn.stored)
 
 
 class BlendScheduler:
@@ -231,7 +231,7 @@ class BlendScheduler:
         if choice.fit is not None and params.mode in ("blend", "reuse"):
             report.predicted_agreement = choice.fit.agreement_at(used)
         report.num_chunks = len(runs)
-        report.chunks = [ChunkReport("", run.num_tokens, hit=False) for run in runs]
+        report.chunks = report_misses(runs)
         if runs or params.mode == "full":
             report.charged_budget = report.charged_budget_32 = 1.0
         state.report, state.choice = report, choice
@@ -260,8 +260,8 @@ class BlendScheduler:
             if result.missing and self._fetch is not None:
                 state.pending_fetch = self._fetch.start(result.missing)
                 return False
-            if state.runs:
-                self._plan_fill(request, state, state.runs, result)
+            if result.runs:
+                self._plan_fill(request, state, result)
         return True
 
     def _take_runs(self, request: Any, state: _RequestState, result: LookupResult) -> None:
@@ -280,16 +280,17 @@ class BlendScheduler:
         self._resolve_rule(request, state)
         state.report.match_s = result.match_s
 
-    def _plan_fill(self, request: Any, state: _RequestState, runs: Sequence[ChunkRun], found: LookupResult) -> None:
+    def _plan_fill(self, request: Any, state: _RequestState, found: LookupResult) -> None:
         """Set the end of the context that the connector fills, from the stored chunks."""
+        state.runs = runs = found.runs
         if state.params.mode == "ingest":
-            state.turns = (BlendTurn(0, len(request.prompt_token_ids), found.stored),)
+            state.turns = (BlendTurn(0, len(request.prompt_token_ids), runs),)
             state.end = runs[-1].end
             state.is_separated = True
             hide_blocks(request, 0)
             return
-        state.num_missing = len(runs) - len(found.stored)
-        state.turns = split_by_turns(found.stored, found.turn_ends)
+        state.num_missing = sum(run.variant is None for run in runs)
+        state.turns = split_by_turns(runs, found.turn_ends)
         state.end = state.turns[-1].fused_end if state.turns else 0
         if state.end and not state.adapts_ratio:  # the loading controller may still choose full prefill
             self._separate(request, state)
@@ -393,7 +394,7 @@ class BlendScheduler:
                 state.params,
                 state.report.recompute_ratio,
                 tuple(request.prompt_token_ids),
-                tuple((run.start, run.end) for run in state.runs or ()),
+                state.runs or (),
                 state.end,
                 tuple(turn for turn in state.turns if not turn.stored or turn.fused_end > state.num_resident),
                 tuple(block_ids),
@@ -454,7 +455,7 @@ class BlendScheduler:
 
     def _note_result(self, state: _RequestState) -> None:
         """Write the number of reused tokens into vLLM's request, and hide its blocks if they differ from the plan."""
-        request, report, starts = state.request, state.report, {span.start for span in state.stored}
+        request, report, starts = state.request, state.report, {run.start for run in state.stored}
         stats = request.prefill_stats  # None after the first token
         if stats is not None:
             num_local = stats.num_local_cached_tokens

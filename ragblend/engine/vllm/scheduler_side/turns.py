@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ragblend.engine.vllm.jobs import BlendTurn, StoredSpan
+from ragblend.engine.vllm.jobs import BlendTurn
+from ragblend.prompt.types import ChunkRun
 
 
-def split_by_turns(stored: Sequence[StoredSpan], ends: Sequence[int]) -> tuple[BlendTurn, ...]:
-    """Return the turns that have stored chunks. `ends`: see `turn_ends`."""
+def split_by_turns(runs: Sequence[ChunkRun], ends: Sequence[int]) -> tuple[BlendTurn, ...]:
+    """Return the turns that have stored chunks, each with its runs. `ends`: see `matching.turn_ends`."""
     turns = (
-        BlendTurn(start, end, tuple(span for span in stored if start <= span.start < end))
+        BlendTurn(start, end, tuple(run for run in runs if start <= run.start < end))
         for start, end in pairwise([0, *ends])
     )
     return tuple(turn for turn in turns if turn.stored)
@@ -38,7 +39,8 @@ def separate_blended_blocks(
     digest, start = hashlib.sha256(repr(settings).encode(errors="surrogatepass")), 0
     for turn in turns:
         digest.update(array("Q", request.prompt_token_ids[start : turn.end]))
-        digest.update(repr([(span.start, span.end, span.key, span.exact) for span in turn.stored]).encode())
+        variants = [(run.start, run.end, run.variant.key, run.variant.exact) for run in turn.runs if run.variant]
+        digest.update(repr(variants).encode())
         start = turn.end
         _mix_into_hashes(request, turn.fused_start // block_size, digest.digest())
 
