@@ -22,12 +22,11 @@ from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.format.kv import ChunkKV
 from ragblend.errors import BackendUnreachableError
-from ragblend.prompt.token_index import Run, TokenIndex
+from ragblend.prompt.token_index import TokenIndex
 from ragblend.prompt.types import Chunk, ChunkRun, PrefixMatch, Variant
 
 T = TypeVar("T")
@@ -109,9 +108,9 @@ class KnownChunks:
         """
         return self._search(
             lambda index: [
-                _chunk_run(run, ids, self._cached_document(run.chunk))
-                for run in index.find_runs(token_ids)
-                if (ids := self._cached_ids(run.chunk)) is not None
+                ChunkRun(tuple(ids.tolist()), *span, document=self._cached_document(number))
+                for number, *span in index.find_runs(token_ids)
+                if (ids := self._cached_ids(number)) is not None
             ],
             [],
         )
@@ -204,7 +203,7 @@ def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> l
     arrays = [np.asarray(ids) for ids in chunks]
     index = TokenIndex(arrays.__getitem__)
     index.add(enumerate(arrays))
-    return [_chunk_run(run, arrays[run.chunk]) for run in index.find_runs(token_ids)]
+    return [ChunkRun(tuple(arrays[number].tolist()), *span) for number, *span in index.find_runs(token_ids)]
 
 
 def turn_ends(token_ids: Sequence[int], tail_ids: Sequence[int], runs: Sequence[ChunkRun] = ()) -> list[int]:
@@ -260,10 +259,6 @@ def _ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tai
     if not runs or runs[-1].num_tokens >= LEAST_QUOTE or runs[-1].end < last_turn_end(token_ids, tail_ids):
         return False
     return runs[-1].chunk is None or any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
-
-
-def _chunk_run(run: Run, ids: NDArray[np.integer], document: str = "") -> ChunkRun:
-    return ChunkRun(tuple(ids.tolist()), run.chunk_start, run.start, run.end, document=document)
 
 
 _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDictionary()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -266,21 +266,6 @@ class ChunkRun:
         return parts
 
 
-SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
-
-
-class PromptSegment(NamedTuple):
-    """Positions [start, end) of a prompt: either a run of a chunk, or text that is in no run.
-
-    `chunk`: for a run, the index of its chunk in `MatchedPrompt.runs_by_chunk`; None for text.
-    """
-
-    kind: SegmentKind
-    start: int
-    end: int
-    chunk: int | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class MatchedPrompt:
     """Token ids of a prompt, and the runs of chunks in them in the order of the prompt.
@@ -311,17 +296,16 @@ class MatchedPrompt:
         return end if end < self.num_tokens else None
 
     @property
-    def segments(self) -> Iterator[PromptSegment]:
-        """Yield the runs and the text between them, in order. Together they cover the whole prompt."""
-        end = 0
-        for number, parts in enumerate(self.runs_by_chunk):
-            for run in (self.runs[part] for part in parts):
-                if run.start > end:
-                    yield PromptSegment("text" if end else "prefix", end, run.start)
-                yield PromptSegment("chunk", run.start, run.end, number)
-                end = run.end
-        if end < self.num_tokens:
-            yield PromptSegment("suffix", end, self.num_tokens)
+    def parts(self) -> Iterator[tuple[int, int, ChunkRun | None]]:
+        """Yield the runs and the text between them as (start, end, run or None), in order. They cover the prompt."""
+        last_end = 0
+        for run in self.runs:
+            if run.start > last_end:
+                yield last_end, run.start, None
+            yield run.start, run.end, run
+            last_end = run.end
+        if last_end < self.num_tokens:
+            yield last_end, self.num_tokens, None
 
     @property
     def runs_by_chunk(self) -> list[list[int]]:
