@@ -17,11 +17,11 @@ from time import perf_counter
 from typing import Any, Literal, NoReturn, Self
 
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.entry_records import record_entries_on_put, run_deletions, schedule_deletions
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.matching import open_known_chunks
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
+from ragblend.engine.report import ShadowCounters
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key

@@ -4,8 +4,9 @@
 store's registry. The first search builds an index over them, which all engines of the process share. Later searches
 update the index from the rows that any process has added or removed.
 
-`find_variants` lists the variants of a run's chunk, and `find_stored` finds the best one that a store has. Depends on
-token ids, keys and the registry, not on models or engines.
+`find_variants` lists the variants of a run's chunk, and `find_stored` finds the best one that a store has.
+`PrefixKVCache` has the KV of earlier prompts' prefixes. Depends on token ids, keys and the registry, not on models or
+engines.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from time import monotonic
-from typing import TypeVar
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -27,7 +29,7 @@ from ragblend.catalog.registry import ChunkRegistry
 from ragblend.engine.store.format.kv import ChunkKV
 from ragblend.errors import BackendUnreachableError
 from ragblend.prompt.token_index import TokenIndex
-from ragblend.prompt.types import Chunk, ChunkRun, PrefixMatch, Variant
+from ragblend.prompt.types import Chunk, ChunkRun, PrefixMatch, Variant, common_prefix_length
 
 T = TypeVar("T")
 
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _CACHED_CHUNKS = 4096
 _OUTAGE_PAUSE_S = 5.0  # seconds without another call to a catalogue that did not answer
+
+PREFIXES_KEPT = 8  # prefixes whose KV an engine keeps in memory; they are few and short
 
 LEAST_QUOTE = 64
 """Least tokens of a run at the end of a user's turn that counts as a document; a shorter run is a quotation."""
@@ -99,7 +103,13 @@ class KnownChunks:
                 runs.sort(key=lambda run: run.start)
             runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
         ends = turn_ends(token_ids, tail_ids, runs) if by_turn else [len(token_ids)]
-        return without_quotations(runs, token_ids, tail_ids, ends)
+        kept = list[ChunkRun]()
+        for start, end in pairwise([0, *ends]):
+            in_turn = [run for run in runs if start <= run.start < end]
+            if in_turn and in_turn[-1].num_tokens < LEAST_QUOTE and _is_quotation(in_turn, token_ids[:end], tail_ids):
+                in_turn.pop()
+            kept += in_turn
+        return kept
 
     def find_runs(self, token_ids: Sequence[int]) -> list[ChunkRun]:
         """Return the parts of a prompt (token ids) that equal parts of known chunks.
@@ -241,24 +251,11 @@ def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
     return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
 
 
-def without_quotations(
-    runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int], ends: Sequence[int]
-) -> list[ChunkRun]:
-    """Return the runs without those that may be quotations in the question of a turn (see `KnownChunks.match`).
-
-    `ends`: the positions at which the turns end, in ascending order.
-    """
-    kept = list[ChunkRun]()
-    for start, end in pairwise([0, *ends]):
-        own = [run for run in runs if start <= run.start < end]
-        kept += own[:-1] if _ends_with_quotation(own, token_ids[:end], tail_ids) else own
-    return kept
-
-
-def _ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
-    if not runs or runs[-1].num_tokens >= LEAST_QUOTE or runs[-1].end < last_turn_end(token_ids, tail_ids):
-        return False
-    return runs[-1].chunk is None or any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
+def _is_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
+    """Return True if the last of `runs` ends the last turn, and the prompt does not name this chunk here only."""
+    last = runs[-1]
+    is_named_here_only = last.chunk is not None and all(run.chunk_ids != last.chunk_ids for run in runs[:-1])
+    return last.end >= last_turn_end(token_ids, tail_ids) and not is_named_here_only
 
 
 _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDictionary()
@@ -334,5 +331,54 @@ def find_stored(
     for variant in variants:
         kv = read(variant.key, run.chunk_ids)
         if kv is not None:
-            return replace(run, variant=replace(variant, nbytes=kv.nbytes)), kv
+            return replace(run, variant=variant), kv
     return None
+
+
+class PrefixKVCache(Generic[T]):
+    """KV of the latest PREFIXES_KEPT prefixes, by their token ids and namespace. `T`: KV as the engine keeps it.
+
+    `count_bytes`: returns the size of a prefix's KV. If all are larger than `capacity_bytes` together, the prefixes
+    that were used the longest time ago are removed. Without it, their size has no limit. Not thread-safe.
+    """
+
+    def __init__(self, count_bytes: Callable[[T], int] | None = None, capacity_bytes: int = 0) -> None:
+        self._count_bytes, self._capacity = count_bytes, capacity_bytes
+        self._kv: OrderedDict[tuple[str, tuple[int, ...]], T] = OrderedDict()  # the latest one is the last
+
+    def get(self, prefix_ids: tuple[int, ...], namespace: str = "") -> T | None:
+        """Return a prefix's KV, or None."""
+        kv = self._kv.get((namespace, prefix_ids))
+        if kv is not None:
+            self._kv.move_to_end((namespace, prefix_ids))
+        return kv
+
+    def find_longest(self, prefix_ids: tuple[int, ...], namespace: str = "") -> tuple[T | None, int]:
+        """Return the KV that shares the most first tokens with a prefix, and their number.
+
+        The KV is None if the namespace has none; KV that shares no token is returned with 0.
+        """
+        shared = {key: common_prefix_length(key[1], prefix_ids) for key in self._kv if key[0] == namespace}
+        longest = max(shared, key=shared.__getitem__, default=None)
+        if longest is None:
+            return None, 0
+        self._kv.move_to_end(longest)
+        return self._kv[longest], shared[longest]
+
+    def put(self, prefix_ids: tuple[int, ...], kv: T, namespace: str = "") -> None:
+        """Add the KV of a prefix, and remove KV above the limits."""
+        self._kv[namespace, prefix_ids] = kv
+        self._kv.move_to_end((namespace, prefix_ids))
+        while len(self._kv) > PREFIXES_KEPT or self._is_too_large():
+            self._kv.popitem(last=False)
+
+    def clear(self) -> None:
+        """Remove all KV."""
+        self._kv.clear()
+
+    def __contains__(self, prefix: tuple[str, tuple[int, ...]]) -> bool:
+        """Return True if the cache has the KV of `prefix`, a pair of namespace and token ids."""
+        return prefix in self._kv
+
+    def _is_too_large(self) -> bool:
+        return self._count_bytes is not None and sum(map(self._count_bytes, self._kv.values())) > self._capacity

@@ -29,7 +29,7 @@ from ragblend.engine.fusion.rules import (
     num_to_recompute,
     validate_check_layer,
 )
-from ragblend.engine.report import BlendReport, report_misses
+from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.format.kv import ChunkKV, LayerKV, slice_kv_rows
 from ragblend.prompt.types import ChunkRun, Variant
 
@@ -56,11 +56,6 @@ class Placement(NamedTuple):
         assert run.variant is not None
         rows = slice_kv_rows(kv, run.chunk_start, run.chunk_start + run.num_tokens)
         return cls(rows, run.start, run.variant.exact, run.variant)
-
-    @property
-    def has_context(self) -> bool:
-        """Return True if the KV was computed after other text than the prefix, so that it changes less in a prompt."""
-        return self.variant is not None and self.variant.policy != "none"
 
     @property
     def end(self) -> int:
@@ -285,7 +280,7 @@ def record_fusion(
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
     placement_by_end = {placement.end: placement for placement in plan.placements}
-    report.chunks = report_misses(runs)
+    report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
     for chunk, run in zip(report.chunks, runs, strict=True):
         start, placement = run.start, placement_by_end.get(run.end)
         resident_end = min(start + chunk.num_tokens, plan.num_resident)

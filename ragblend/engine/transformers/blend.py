@@ -7,7 +7,6 @@ computes the rest. Depends on the model's layers, the store and reports, not on 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
@@ -20,12 +19,12 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
-from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.loop import EngineLoop
-from ragblend.engine.matching import find_stored, find_variants
-from ragblend.engine.report import BlendReport, merge_runs_by_chunk, report_misses
+from ragblend.engine.matching import PrefixKVCache, find_stored, find_variants
+from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory
@@ -65,7 +64,7 @@ class BlendingEngine(LocalEngine):
         self.machine = machine  # if given, requests without a ratio follow `loading_controller.decide_reuse`
         self.timelines: list[Timeline] | None = None  # if a list, every fused request appends its layers' times
         self._has_warned_fallback = False
-        self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
+        self._prefixes = PrefixKVCache[FusedKV]()
 
     def prefill(self, request: EngineRequest) -> PrefillResult:
         """Return the prompt's KV, and its last token's logits, from which the first token of the answer is sampled."""
@@ -160,7 +159,7 @@ class BlendingEngine(LocalEngine):
                 fused.copy_front(conversation.fused, count)
                 return count, count, min(count, conversation.num_exact)
         prefix_ids = tuple(prompt.token_ids[: prompt.num_prefix])
-        prefix, count = self._longest_known_prefix(prefix_ids)
+        prefix, count = self._prefixes.find_longest(prefix_ids)
         num_known = count
         if prefix is None or len(prefix_ids) - count > COMPUTED_IN_PROMPT:
             prefix, count = self._prefix(prefix_ids), len(prefix_ids)
@@ -171,14 +170,15 @@ class BlendingEngine(LocalEngine):
         self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
     ) -> tuple[Placement, ...]:
         """Return the prompt's stored runs with their KV, each in the best variant of its chunk that is stored."""
-
-        def read(key: str, chunk_ids: Sequence[int]) -> ChunkKV | None:
-            kv = store_get(key, chunk_ids) if key not in damaged else None
-            return kv if kv is not None and (request.mode != "prefix" or kv.header.is_lossless) else None
-
-        rest = (run.within(num_resident, run.end) for run in request.prompt.runs if run.end > num_resident)
-        stored = (find_stored(run, self._variants(request, run), read) for run in rest)
-        return tuple(Placement.of_run(*each) for each in stored if each is not None)
+        placements = []
+        for run in request.prompt.runs:
+            if run.end > num_resident:
+                rest = run if run.start >= num_resident else run.within(num_resident, run.end)
+                intact = (each for each in self._variants(request, rest) if each.key not in damaged)
+                stored = find_stored(rest, intact, store_get)
+                if stored is not None and (request.mode != "prefix" or stored[1].header.is_lossless):
+                    placements.append(Placement.of_run(*stored))
+        return tuple(placements)
 
     def _variants(self, request: EngineRequest, run: ChunkRun) -> Iterator[Variant]:
         """Yield the variants of a run's chunk that the request may use, the best first."""
@@ -255,21 +255,12 @@ class BlendingEngine(LocalEngine):
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         num_tokens = request.prompt.num_tokens
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
-        report.chunks = report_misses(request.prompt.runs)
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in request.prompt.runs]
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0
         return PrefillResult(FusedKV(layers, num_tokens), logits, report, num_tokens)
 
     # -- KV of prefixes
-
-    def _longest_known_prefix(self, prefix_ids: tuple[int, ...]) -> tuple[FusedKV | None, int]:
-        """Return the KV in memory that shares the most first tokens with a prefix, or None, and their number."""
-        shared = {known: common_prefix_length(known, prefix_ids) for known in self._prefixes}
-        longest = max(shared, key=shared.__getitem__, default=None)
-        if longest is None:
-            return None, 0
-        self._prefixes.move_to_end(longest)
-        return self._prefixes[longest], shared[longest]
 
     def _prefix(self, prefix_ids: tuple[int, ...]) -> FusedKV:
         """Return the KV of a prefix, computed once and kept in memory."""
@@ -283,17 +274,14 @@ class BlendingEngine(LocalEngine):
             elif prefix_ids == self.ids_before("neutral"):
                 shorter, count = self._prefix(default), len(default)
             else:
-                shorter, count = self._longest_known_prefix(prefix_ids)
+                shorter, count = self._prefixes.find_longest(prefix_ids)
             known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
             if shorter is not None:
                 known.copy_front(shorter, count)
             if count < len(prefix_ids):
                 plan = FusePlan(self._ids(prefix_ids), (), num_resident=count, num_fused=len(prefix_ids))
                 self._fuse_untimed(plan, known)
-            self._prefixes[prefix_ids] = known
-            if len(self._prefixes) > PREFIXES_KEPT:
-                self._prefixes.popitem(last=False)
-        self._prefixes.move_to_end(prefix_ids)
+            self._prefixes.put(prefix_ids, known)
         return known
 
     def _fuse_untimed(self, plan: FusePlan, fused: FusedKV) -> None:

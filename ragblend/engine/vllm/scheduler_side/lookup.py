@@ -126,9 +126,8 @@ class ChunkLookup:
         candidates = self._candidates(ids, runs, params.namespace)
         if asks_remote and (missing := self._missing(candidates)):
             return LookupResult(runs, missing, match_s)
-        found = [find_stored(run, variants, self._read) for run, variants in candidates]
-        runs = tuple(run if each is None else each[0] for run, each in zip(runs, found, strict=True))
-        ends = turn_ends(ids, self._tail_ids, runs) if any(found) else ()
+        runs = tuple(self._with_stored_variant(run, variants) for run, variants in candidates)
+        ends = turn_ends(ids, self._tail_ids, runs) if any(run.variant is not None for run in runs) else ()
         return LookupResult(runs, (), match_s, tuple(ends))
 
     def _match(self, ids: Sequence[int], namespace: str) -> tuple[ChunkRun, ...]:
@@ -172,9 +171,19 @@ class ChunkLookup:
                 missing[variant.key] = None
         return tuple(missing)
 
-    def _read(self, key: str, chunk_ids: Sequence[int]) -> ChunkKV | None:
-        kv = self._disk.peek(key)
-        return kv if kv is not None and kv.header.has_ids(chunk_ids) else None
+    def _with_stored_variant(self, run: ChunkRun, variants: Sequence[Variant]) -> ChunkRun:
+        """Return the run with the best variant that is on this machine; the run as it is if none is."""
+
+        def read(key: str, chunk_ids: Sequence[int]) -> ChunkKV | None:
+            kv = self._disk.peek(key)
+            return kv if kv is not None and kv.header.has_ids(chunk_ids) else None
+
+        stored = find_stored(run, variants, read)
+        if stored is None:
+            return run
+        run, kv = stored
+        assert run.variant is not None
+        return replace(run, variant=replace(run.variant, nbytes=kv.nbytes))
 
     def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> LookupResult:
         """Return the chunk to ingest as the only run, with its variant if it is stored."""

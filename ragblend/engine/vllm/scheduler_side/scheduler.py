@@ -16,7 +16,7 @@ from typing import Any
 
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
-from ragblend.engine.report import BlendReport, merge_runs_by_chunk, report_misses
+from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVSpec
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -231,7 +231,7 @@ class BlendScheduler:
         if choice.fit is not None and params.mode in ("blend", "reuse"):
             report.predicted_agreement = choice.fit.agreement_at(used)
         report.num_chunks = len(runs)
-        report.chunks = report_misses(runs)
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         if runs or params.mode == "full":
             report.charged_budget = report.charged_budget_32 = 1.0
         state.report, state.choice = report, choice

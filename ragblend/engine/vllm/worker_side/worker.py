@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,7 +25,8 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement, merge_fusions, record_fusion
-from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT
+from ragblend.engine.matching import PrefixKVCache
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import key_from_header
@@ -36,7 +36,7 @@ from ragblend.engine.vllm.worker_side.layers import VllmLayers
 from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 from ragblend.engine.vllm.worker_side.prefill import prefill_chunk_steps
 from ragblend.errors import DamagedEntryError, UsageError
-from ragblend.prompt.types import ChunkRun, common_prefix_length
+from ragblend.prompt.types import ChunkRun
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class BlendWorker:
         self._pass: list[_ActiveJob] = []  # jobs that share the current pass
         self._storing: list[tuple[BlendJob, BlendReport, Future[None]]] = []
         self._readers: list[Event] = []  # each is set once a reader has ended
-        self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], MemoryKV] = OrderedDict()  # by namespace and ids
+        self._prefixes = PrefixKVCache[MemoryKV](lambda kv: kv.nbytes, _PREFIXES_BYTES)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
         self.timelines: list[Timeline] | None = None  # if a list, it receives the layer times of every blend
 
@@ -386,24 +386,15 @@ class BlendWorker:
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
         if not prefix_ids:
             return ()
-        key = (namespace, prefix_ids)
-        known = self._prefixes.get(key)
+        known = self._prefixes.get(prefix_ids, namespace)
         if known is None and job.params.mode != "ingest":
-            shared = {
-                other: common_prefix_length(other[1], prefix_ids) for other in self._prefixes if other[0] == namespace
-            }
-            count = max(shared.values(), default=0)
-            if count and len(prefix_ids) - count <= COMPUTED_IN_PROMPT:
-                nearest = max(shared, key=shared.__getitem__)
-                self._prefixes.move_to_end(nearest)
-                return (Placement(slice_kv_rows(self._prefixes[nearest], 0, count), 0, exact=True),)
+            nearest, count = self._prefixes.find_longest(prefix_ids, namespace)
+            if nearest is not None and count and len(prefix_ids) - count <= COMPUTED_IN_PROMPT:
+                return (Placement(slice_kv_rows(nearest, 0, count), 0, exact=True),)
         if known is None:
             paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
             known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
-            self._prefixes[key] = known
-        self._prefixes.move_to_end(key)
-        while len(self._prefixes) > PREFIXES_KEPT or sum(kv.nbytes for kv in self._prefixes.values()) > _PREFIXES_BYTES:
-            self._prefixes.popitem(last=False)
+            self._prefixes.put(prefix_ids, known, namespace)
         return (Placement(known, 0, exact=True),)
 
     def _lookup(self, runs: Sequence[ChunkRun], damaged: set[str]) -> tuple[Placement, ...]:
