@@ -29,7 +29,6 @@ from ragblend.options import (
     CONTEXT,
     SHADOW,
     ContextPolicy,
-    GenerationKeywords,
     GenerationOptions,
     Mode,
     ModelOptions,
@@ -123,7 +122,7 @@ class Settings(TierOptions):
         object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
 
     @property
-    def generation(self) -> GenerationKeywords:
+    def generation(self) -> dict[str, Any]:
         """The keyword arguments of `generate` and `stream`."""
         return GenerationOptions(self.mode, self.rule, self.ratio, self.max_tokens, self.temperature).keywords
 

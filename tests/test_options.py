@@ -10,15 +10,9 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import UsageError
 from ragblend.frameworks.call_options import CallOptions
-from ragblend.options import (
-    GenerationKeywords,
-    GenerationOptions,
-    LoadKeywords,
-    LoadOptions,
-    ModelOptions,
-    TierKeywords,
-    TierOptions,
-)
+from ragblend.option_keywords import GenerationKeywords, LoadKeywords, TierKeywords
+from ragblend.options import GenerationOptions, LoadOptions, ModelOptions, TierOptions
+from tools import option_keywords
 
 
 @pytest.mark.parametrize(
@@ -114,6 +108,12 @@ def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm():
     for made in (ConnectorConfig, BlendParams):
         with pytest.raises(UsageError, match=words):
             made(ratio=2)
+
+
+def test_the_types_of_keyword_arguments_are_generated_from_the_options():
+    assert option_keywords.FILE.read_text(encoding="utf-8") == option_keywords.source(), (
+        "run python -m tools.option_keywords"
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ from ragblend.engine.transformers.model import is_quantised
 from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.options import ContextPolicy, GenerationKeywords, GenerationOptions
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import ContextPolicy, GenerationOptions
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Part, Prompt
 
