@@ -197,11 +197,17 @@ FLEXIBLE_NAMES = ("dtype", "torch_dtype", "device", "cache_dir", "adapter")
 class LoadOptions(TierOptions):
     """Arguments of `load_engine`, which explains them. Model, store, backend and ModelOptions are not among them."""
 
-    system: str | None = None
-    namespace: str = ""
+    system: str | None = option(None, "System text before all chunks. Default: the store's.")
+    namespace: str = option("", "Tenant whose KV is used. Tenants share no KV. Give each tenant a separate store.")
     on_miss: str = "store"
-    shadow: float = 0.0
-    context: ContextPolicy | None = None
+    shadow: float = option(
+        0.0, "Share of requests, 0 to 1, that are compared with full prefill after the answer.", SHADOW
+    )
+    context: ContextPolicy | None = option(
+        None,
+        "Context policy: none, or neutral (prefill also after a neutral text). Default: the store's or the model's.",
+        CONTEXT,
+    )
     new_model: bool = False
     max_num_seqs: int | None = None
     vllm_options: Mapping[str, Any] | None = None
