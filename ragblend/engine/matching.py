@@ -252,10 +252,10 @@ def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
 
 
 def _is_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
-    """Return True if the last of `runs` ends the last turn, and the prompt does not name this chunk here only."""
+    """Return True if the last of `runs` ends the last turn, unless it is the only run of a chunk that is named."""
     last = runs[-1]
-    is_named_here_only = last.chunk is not None and all(run.chunk_ids != last.chunk_ids for run in runs[:-1])
-    return last.end >= last_turn_end(token_ids, tail_ids) and not is_named_here_only
+    is_only_run_of_named = last.chunk is not None and all(run.chunk_ids != last.chunk_ids for run in runs[:-1])
+    return last.end >= last_turn_end(token_ids, tail_ids) and not is_only_run_of_named
 
 
 _OPEN: WeakValueDictionary[tuple[object, str, str], KnownChunks] = WeakValueDictionary()
