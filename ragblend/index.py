@@ -27,7 +27,7 @@ from sqlalchemy import Row
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import as_chunk
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
-from ragblend.catalog.schema import text_key
+from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.catalog.vectors import FaissVectors, normalize_rows
 from ragblend.corpus.embedders import (
@@ -228,6 +228,14 @@ class ChunkIndex(IndexedDocuments):
         else:
             with open_registry(store) as registry:
                 yield registry
+
+    def register_texts(self, texts: Iterable[str], registry: ChunkRegistry) -> None:
+        """Record in the registry of a store that the index has these texts, before their KV is stored.
+
+        The registry has the documents of the index already if index and store share one catalogue.
+        """
+        if registry.key != self.registry.key:
+            registry.add(texts, DocumentKey(self.collection))
 
     # --- changes ---
 

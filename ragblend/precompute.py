@@ -193,13 +193,13 @@ def precompute_chunks(
     if register_texts is not None:
         register_texts()
     else:
-        owner = DocumentKey(index.collection) if index is not None else None
-        texts_of: dict[DocumentKey, dict[str, int]] = {}
-        for text, _ in distinct:
-            name = owner or DocumentKey(LANGCHAIN_COLLECTION, text_id(text), engine.namespace)
-            texts_of.setdefault(name, {})[text] = 0
+        texts = dict.fromkeys(text for text, _ in distinct)
         with open_registry(engine.store) as registry:
-            registry.add_documents(texts_of)
+            if index is not None:
+                index.register_texts(texts, registry)
+            else:
+                names = {text: DocumentKey(LANGCHAIN_COLLECTION, text_id(text), engine.namespace) for text in texts}
+                registry.add_documents({name: {text: 0} for text, name in names.items()})
     keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
     with open_registry(engine.store) as registry:
         registry.cancel_deletions(keys.values())
