@@ -168,7 +168,7 @@ def count_by_collection(registry: ChunkRegistry) -> dict[str, dict[str, int]]:
 
 
 def ids_beginning_with(registry: ChunkRegistry, prefix: str, collection: str, namespace: str) -> list[str]:
-    """Return the ids of a collection's documents that begin with `prefix`, which is not empty."""
+    """Return the ids of a collection's documents with chunks that begin with `prefix`, which is not empty."""
     columns = DOCUMENTS.c
     behind = prefix[:-1] + chr(ord(prefix[-1]) + 1)
     chosen = (
@@ -176,6 +176,7 @@ def ids_beginning_with(registry: ChunkRegistry, prefix: str, collection: str, na
         columns.collection == collection,
         columns.id >= prefix,
         columns.id < behind,
+        _NUM_CHUNKS > 0,
     )
     return [row.id for row in registry._rows(select(columns.id).where(*chosen).order_by(columns.id))]
 
