@@ -229,13 +229,15 @@ class ChunkIndex(IndexedDocuments):
             with open_registry(store) as registry:
                 yield registry
 
-    def register_texts(self, texts: Iterable[str], registry: ChunkRegistry) -> None:
-        """Record in the registry of a store that the index has these texts, before their KV is stored.
+    def texts_to_register(self, texts: Iterable[str], registry: ChunkRegistry) -> dict[DocumentKey, dict[str, int]]:
+        """Return what the registry of a store has to record before it stores KV of these texts of the index.
 
-        The registry has the documents of the index already if index and store share one catalogue.
+        This is nothing if index and store share a catalogue, which has the documents of the index. For others, see
+        `ChunkRegistry.add_documents`.
         """
-        if registry.key != self.registry.key:
-            registry.add(texts, DocumentKey(self.collection))
+        if registry.key == self.registry.key:
+            return {}
+        return {DocumentKey(self.collection): dict.fromkeys(texts, 0)}
 
     # --- changes ---
 

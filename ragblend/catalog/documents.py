@@ -61,10 +61,8 @@ _WITH_IDS = _CHUNK_ROWS.where(is_in_values(CHUNKS.c.id))
 _AROUND = _CHUNK_ROWS.where(
     CHUNKS.c.document == bindparam("document"), CHUNKS.c.ordinal.between(bindparam("first"), bindparam("last"))
 ).order_by(CHUNKS.c.ordinal)
-_IDS_SINCE = (
-    select(CHUNKS.c.id)
-    .where(CHUNKS.c.generation > bindparam("generation"))
-    .order_by(CHUNKS.c.document, CHUNKS.c.ordinal)
+_IDS_SINCE = select(CHUNKS.c.id, CHUNKS.c.document, CHUNKS.c.ordinal).where(
+    HAS_VECTOR, CHUNKS.c.generation > bindparam("generation")
 )
 _A_CHUNK_OF_EACH = (
     select(CHUNKS.c.key, func.min(CHUNKS.c.id).label("id"))
@@ -220,7 +218,9 @@ class IndexedDocuments:
 
     def row_ids(self, newer_than: int = -1) -> NDArray[np.int64]:
         """Return the row ids [n] of the chunks written after generation `newer_than`, in document order."""
-        return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
+        rows = self._rows(_IDS_SINCE, generation=newer_than)  # SQLite would read all chunks to sort them
+        ids, documents, ordinals = np.array([tuple(row) for row in rows], np.int64).reshape(-1, 3).T
+        return ids[np.lexsort((ordinals, documents))]
 
     def rows(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         """Return the chunk rows with these row ids, in no fixed order. Raises CorruptError for lost or damaged rows."""

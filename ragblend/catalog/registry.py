@@ -61,9 +61,9 @@ _IDS_OF_NUMBER = select(TOKEN_IDS.c.ids).where(equals_parameters(TOKEN_IDS, "num
 _HAS_IDS = select(TOKEN_IDS.c.number).where(equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
 _OF_DOCUMENT = equals_parameters(DOCUMENTS, *DocumentKey._fields)
 _IN_DOCUMENT = CHUNKS.c.document == DOCUMENTS.c.number
-_HAS_CHUNKS = exists().where(_IN_DOCUMENT)
-_DOCUMENT_WITH_IDS = (
-    select(DOCUMENTS.c.id, CHUNKS.c.key)
+_HAS_CHUNKS = exists(CHUNKS.c.document).where(_IN_DOCUMENT)
+_DOCUMENTS_WITH_IDS = (  # unsorted, for else SQLite reads all documents of the namespace in their order
+    select(DOCUMENTS.c.collection, DOCUMENTS.c.id, CHUNKS.c.key)
     .join(CHUNKS, _IN_DOCUMENT)
     .join(TOKEN_IDS, TOKEN_IDS.c.key == CHUNKS.c.key)
     .where(
@@ -72,7 +72,6 @@ _DOCUMENT_WITH_IDS = (
         DOCUMENTS.c.id != "",
         ~IS_INDEXED,
     )
-    .order_by(DOCUMENTS.c.collection, DOCUMENTS.c.id)
 )
 _TEXTS_WITH_IDS = (
     select(TEXTS.c.text, TOKEN_IDS.c.ids)
@@ -92,7 +91,7 @@ _NUM_REMOVALS = select(FACTS.c.value).where(FACTS.c.name == _REMOVALS)
 _IS_VISIBLE = TEXTS.c.text != ""  # an index may have a blank chunk
 _HAS_TEXT = select(TEXTS.c.number).where(equals_parameters(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_in_values(TEXTS.c.key))
-_HAS_OWNER = exists().where(CHUNKS.c.key == TEXTS.c.key)
+_HAS_OWNER = exists(CHUNKS.c.document).where(CHUNKS.c.key == TEXTS.c.key)
 _OWNED_KEYS = _KNOWN_KEYS.where(_HAS_OWNER)
 _KEYS_OF_NAMESPACE = _KNOWN_KEYS.where(
     _HAS_OWNER.where(_IN_DOCUMENT, (DOCUMENTS.c.namespace == bindparam("b_namespace")) | IS_OF_INDEX)
@@ -213,19 +212,19 @@ class ChunkRegistry(Catalog):
         text_of: dict[bytes, str] = {}
         start_of: dict[DocumentKey, dict[bytes, int]] = {}
         for document, starts in documents.items():
-            normalized = {text: start for each, start in starts.items() if (text := _normalize(each))}
+            normalized = {text: start for given, start in starts.items() if (text := _normalize(given))}
             start_of[document] = {text_key(text): start for text, start in normalized.items()}
             text_of |= {text_key(text): text for text in normalized}
 
         with self._locked() as connection:
             if not _find_missing_texts(connection, text_of) and not any(
-                _find_missing_chunks(connection, document, starts) for document, starts in start_of.items()
+                _find_missing_chunks(connection, document, each) for document, each in start_of.items()
             ):
                 return 0
             with self._write():  # another process may have inserted some rows
                 num_new = self.add_texts(text_of)
-                for document, starts in start_of.items():
-                    if new := _find_missing_chunks(connection, document, starts):
+                for document, each in start_of.items():
+                    if new := _find_missing_chunks(connection, document, each):
                         self._add_chunks(connection, document, new)
         return num_new
 
@@ -382,8 +381,9 @@ class ChunkRegistry(Catalog):
 
         Documents that only their text identifies are left out.
         """
-        rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
-        return next((str(row.id) for row in rows if row.id != row.key.hex()), "")
+        rows = self._rows(_DOCUMENTS_WITH_IDS, b_number=number, b_namespace=namespace)
+        named = [(str(row.collection), str(row.id)) for row in rows if row.id != row.key.hex()]
+        return min(named)[1] if named else ""
 
     def count_tokenized_texts(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids for a tokenizer and a namespace."""

@@ -213,7 +213,7 @@ class SentDocumentTable(Catalog):
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
         """Remove the records of sent documents. Return their number, without unknown ids."""
-        has_chunks = exists().where(CHUNKS.c.document == _ROW.number)
+        has_chunks = exists(CHUNKS.c.document).where(CHUNKS.c.document == _ROW.number)
         changes = dict.fromkeys(("ingestion", "sent_version", "stored_version", "metadata", "reason"), "")
         changed = update(DOCUMENTS).where(_OF_SENT).values(body=None, **changes, **SentDocumentCounts()._asdict())
         removed = delete(DOCUMENTS).where(_OF_DOCUMENT, ~IS_SENT, ~has_chunks)

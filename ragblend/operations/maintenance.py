@@ -188,7 +188,8 @@ def repair_store(
             engine,
             progress,
             index=index,
-            register_texts=lambda: index and index.register_texts(indexed, registry),
+            texts_of=index.texts_to_register(indexed, registry) if index is not None else {},
+            registry=registry,
         )
         stored = registry.fingerprints_by_key()
     if repaired.num_dropped:
