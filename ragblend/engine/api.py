@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, Unpack, runtime_checkable
 
-from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.report import Generation
+from ragblend.engine.report import Generation, ShadowCounters
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.tuning.calibration import CalibrationCache
-from ragblend.options import ContextPolicy, GenerationKeywords
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import ContextPolicy
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
