@@ -15,10 +15,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, and_, case, cast, delete, func, insert, literal, select, text, update
+from sqlalchemy import ColumnElement, and_, case, cast, delete, exists, func, insert, literal, select, text, update
 
 from ragblend.catalog.database import Catalog
 from ragblend.catalog.schema import (
+    CHUNKS,
     DOCUMENTS,
     INTEGER,
     IS_SENT,
@@ -123,7 +124,10 @@ class SentDocumentTable(Catalog):
                     "metadata": json.dumps(document.metadata),
                     "body": json.dumps(body),
                 }
-                connection.execute(insert(DOCUMENTS), row)
+                inserted = connection.execute(insert(DOCUMENTS), row).inserted_primary_key
+                if older is not None and inserted is not None:
+                    chunks = update(CHUNKS).where(CHUNKS.c.document == older.number)
+                    connection.execute(chunks.values(document=inserted[0]))
         return ingestion, replaced
 
     def next_waiting(
@@ -208,11 +212,16 @@ class SentDocumentTable(Catalog):
                 connection.execute(update(DOCUMENTS).where(_OF_SENT).values(**changes), rows)
 
     def remove(self, namespace: str, collection: str, ids: Sequence[str]) -> int:
-        """Remove documents. Return their number, without unknown ids."""
-        removed = delete(DOCUMENTS).where(_OF_SENT)
+        """Remove the records of sent documents. Return their number, without unknown ids."""
+        has_chunks = exists(CHUNKS.c.document).where(CHUNKS.c.document == _ROW.number)
+        changes = dict.fromkeys(("ingestion", "sent_version", "stored_version", "metadata", "reason"), "")
+        changed = update(DOCUMENTS).where(_OF_SENT).values(body=None, **changes, **SentDocumentCounts()._asdict())
+        removed = delete(DOCUMENTS).where(_OF_DOCUMENT, ~IS_SENT, ~has_chunks)
         with self._write() as connection:
-            names = (DocumentKey(collection, each, namespace) for each in ids)
-            num_removed = sum(connection.execute(removed, name.parameters()).rowcount for name in names)
+            names = [DocumentKey(collection, each, namespace).parameters() for each in ids]
+            num_removed = sum(connection.execute(changed, name).rowcount for name in names)
+            if names:
+                connection.execute(removed, names)
         self.truncate_log()
         return num_removed
 

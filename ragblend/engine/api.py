@@ -113,6 +113,19 @@ class IngestingEngine(Protocol):
 
 
 @runtime_checkable
+class MeasurableEngine(Engine, Protocol):
+    """Engine in this process whose prefill shows the logits, so that blends can be compared with full prefill.
+
+    `request` takes the fields of GenerationOptions as keywords and returns an EngineRequest, `prefill` a PrefillResult.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+    def request(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Any: ...
+    def prefill(self, request: Any) -> Any: ...
+
+
+@runtime_checkable
 class RemoteEngine(Protocol):
     """Client of a server, which ingests the documents that it is sent."""
 

@@ -191,6 +191,7 @@ class LocalEngine(EngineBase, ABC):
         if context is not None:
             CONTEXT.validate("context", context)
         known = context or store.read_context_policy()
+        self.num_layers = num_layers
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None

@@ -69,6 +69,7 @@ class BlendReport:
     attention_stale: float | None = None  # the same on kept tokens, computed without the chunks before them
     mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fuse.relative_deviation`
     predicted_agreement: float | None = None  # chance that the first token is full prefill's; None if not calibrated
+    predicted_kl: float | None = None  # expected KL(full || this) of the first token, in nats; None if not calibrated
     num_damaged_entries: int = 0
     refused_reason: str = ""  # reason for full prefill although chunks are stored: it was faster, or reuse failed
     failed: bool = False  # reuse failed with an error, which is `refused_reason`

@@ -41,8 +41,8 @@ def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry):
     assert registry.remove_from_documents({FIRST: [LONG, "index", "unknown"]}, "") == ["index", "unknown"]
     assert set(registry.texts()) == {LONG, "both", "doc"}
     assert registry.remove_from_documents({DOC: [LONG, " doc"]}, "") == [LONG, "doc"]
-    assert registry.delete_texts(["both"]) == 1
-    assert registry.remove_from_documents({FIRST: ["both"]}, "") == ["both"]
+    assert registry.remove_from_documents({FIRST: ["both"], DOC: ["both"]}, "") == ["both"]
+    assert registry.remove_from_documents({FIRST: ["both"]}, "") == ["both"], "it has no owner"
     assert len(registry) == 0
 
 
@@ -84,7 +84,7 @@ def test_another_connection_sees_additions_and_removals_at_once(kept_place):
     one.add(["first text of the first registry"], DOC)
     assert len(other) == 1
     other.add(["second text, of the other one"], DOC)
-    one.delete_texts(["first text of the first registry"])
+    one.remove_from_documents({DOC: ["first text of the first registry"]}, "")
     assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
 
 

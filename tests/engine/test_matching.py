@@ -124,7 +124,7 @@ def test_namespaces_and_tokenizers_are_apart(any_place):
         assert [f"text {other}" in each for other in range(4)] == [other == number for other in range(4)]
     known[0].remove("the same text")
     assert [len(chunks_found(each, 8)) for each in known] == [1, 2, 2, 2]
-    registry.delete_texts(["the same text"])  # deletes the ids of all tokenizers and namespaces
+    registry.remove_from_documents({DocumentKey(): ["the same text"]}, "")  # of every namespace
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 

@@ -124,7 +124,7 @@ class BlendingEngine(LocalEngine):
         result, loader = self._fuse(plan, fused)
         report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
         if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(ratio)
+            request.fit.predict(report, ratio)
         runs = request.prompt.runs
         record_fusion(report, runs, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)

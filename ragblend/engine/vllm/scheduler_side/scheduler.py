@@ -229,7 +229,7 @@ class BlendScheduler:
         used = choice.ratio if blends else float(params.mode == "full")
         report = BlendReport(params.reported_mode, choice.rule if blends else "none", used)
         if choice.fit is not None and params.mode in ("blend", "reuse"):
-            report.predicted_agreement = choice.fit.agreement_at(used)
+            choice.fit.predict(report, used)
         report.num_chunks = len(runs)
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         if runs or params.mode == "full":
@@ -340,7 +340,7 @@ class BlendScheduler:
             return
         state.report.recompute_ratio = decision.ratio
         if state.choice.fit is not None:
-            state.report.predicted_agreement = state.choice.fit.agreement_at(decision.ratio)
+            state.choice.fit.predict(state.report, decision.ratio)
         self._separate(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -449,7 +449,9 @@ class BlendScheduler:
                 report.load_s, report.stall_s = report.load_s + state.waited_s, report.stall_s + state.waited_s
             self.metrics.record_filled_request(report, observed=state is not None and state.params.mode != "ingest")
             if state is not None:
-                report.predicted_agreement, report.match_s = state.report.predicted_agreement, state.report.match_s
+                before = state.report
+                report.predicted_agreement, report.predicted_kl = before.predicted_agreement, before.predicted_kl
+                report.match_s = before.match_s
                 state.report, state.is_filled = report, True
                 self._note_result(state)
 
@@ -527,7 +529,13 @@ def _no_reuse_reason(request: Any) -> str:
 def _as_prefill(report: BlendReport, reason: str = "") -> BlendReport:
     """Return `report` changed to that of a request that is left to vLLM; `reason` if it could not be blended."""
     return replace(
-        report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None, refused_reason=reason
+        report,
+        mode="prefix",
+        rule="none",
+        recompute_ratio=0.0,
+        predicted_agreement=None,
+        predicted_kl=None,
+        refused_reason=reason,
     )
 
 
