@@ -53,6 +53,7 @@ from ragblend.ingestion.identity import (
 from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.report import BLANK_TEXT, IngestReport, Progress, ignore_progress, show_progress
+from ragblend.ingestion.self_calibration import calibrate_if_due
 from ragblend.ingestion.server_documents import send_documents, send_indexed_chunks
 from ragblend.ingestion.sync import count_moved_files, explain_empty_corpus, sync_index
 from ragblend.options import ContextPolicy
@@ -252,6 +253,9 @@ def precompute_chunks(
     report.prefill_s += perf_counter() - start_s
     report.store_bytes = stored_kv_bytes(engine)
     send_to_remote(known, missing, engine, report, on_progress)
+    # Processes that prefill instead of this one have loaded the model there, not here.
+    if prefill is prefill_here and (found := calibrate_if_due(list(distinct.values()), engine, on_progress)):
+        (notify or logger.info)(str(found))
     return report
 
 

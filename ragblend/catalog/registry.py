@@ -2,7 +2,7 @@
 
 - Texts belong to documents (`DocumentKey`): a text lives while a document has a chunk with it. Two texts are identical
   if they are equal after `strip()`. When the last document loses a text, its KV can be deleted.
-- Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
+- Token ids of a text are stored for each tokenizer and namespace. `engine.matching` finds them in prompts.
 - Stored entries are recorded, so that `verify` reports missing ones. The chunk of each entry is recorded, so that the
   entries of a removed text are found without reading files.
 
