@@ -280,14 +280,13 @@ class ChunkRegistry(Catalog):
                 if number is not None and keys:
                     connection.execute(_DISOWN, [{"b_document": number, "b_key": key} for key in keys])
             _delete_if_empty(connection, texts_of)
-            kept = find_existing(connection, _KEYS_OF_NAMESPACE, text_of, b_namespace=namespace)
-            released = [key for key in text_of if key not in kept]
+            released = set(text_of) - find_existing(connection, _KEYS_OF_NAMESPACE, text_of, b_namespace=namespace)
             others = self.delete_unowned_texts(released)
             if others:
                 values = [{"b_namespace": namespace, "b_key": key} for key in others]
                 connection.execute(delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "namespace", "key")), values)
                 self._count_removal(connection)
-        return [text_of[key] for key in released]
+        return [text for key, text in text_of.items() if key in released]
 
     def delete_unowned_texts(self, keys: Iterable[bytes]) -> set[bytes]:
         """Delete those of the texts with these keys that no document has, with all of their token ids. Return the keys

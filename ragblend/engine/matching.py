@@ -118,8 +118,8 @@ class KnownChunks:
         """
         return self._search(
             lambda index: [
-                ChunkRun(tuple(ids.tolist()), *span, document=self._cached_document(number))
-                for number, *span in index.find_runs(token_ids)
+                ChunkRun(tuple(ids.tolist()), chunk_start, start, end, document=self._cached_document(number))
+                for number, chunk_start, start, end in index.find_runs(token_ids)
                 if (ids := self._cached_ids(number)) is not None
             ],
             [],
@@ -213,7 +213,10 @@ def find_runs_of(chunks: Sequence[Sequence[int]], token_ids: Sequence[int]) -> l
     arrays = [np.asarray(ids) for ids in chunks]
     index = TokenIndex(arrays.__getitem__)
     index.add(enumerate(arrays))
-    return [ChunkRun(tuple(arrays[number].tolist()), *span) for number, *span in index.find_runs(token_ids)]
+    return [
+        ChunkRun(tuple(arrays[number].tolist()), chunk_start, start, end)
+        for number, chunk_start, start, end in index.find_runs(token_ids)
+    ]
 
 
 def turn_ends(token_ids: Sequence[int], tail_ids: Sequence[int], runs: Sequence[ChunkRun] = ()) -> list[int]:

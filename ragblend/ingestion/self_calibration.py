@@ -47,7 +47,7 @@ class Expectation(NamedTuple):
     rule_kl: float
 
     def __str__(self) -> str:
-        """Return a line of text for people."""
+        """Return one line of text that says what was chosen and measured."""
         return (
             f"the default recompute ratio is {self.ratio:g}: measured on {NUM_PROMPTS} prompts of these chunks, the "
             f"first token's KL to full prefill is {self.kl:.2g} nats, and {self.rule_kl:.2g} at {self.rule_ratio:g}; "

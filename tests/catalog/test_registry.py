@@ -9,7 +9,7 @@ import pytest
 from tier_support import run_threads
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
-from ragblend.catalog.schema import DocumentFacts, DocumentKey
+from ragblend.catalog.schema import METADATA, SHARED_METADATA, DocumentFacts, DocumentKey
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
@@ -213,3 +213,7 @@ def test_a_document_has_one_version_and_one_source(registry):
     for facts in (DocumentFacts("1", "a.txt"), DocumentFacts("2"), DocumentFacts("", "b.txt"), DocumentFacts()):
         registry.set_facts({DOC: facts})
         assert registry.facts_of(DOC) == facts
+
+
+def test_a_catalogue_has_at_most_nine_tables():
+    assert len({*METADATA.tables, *SHARED_METADATA.tables}) <= 9

@@ -80,7 +80,7 @@ def test_an_ingestion_sets_the_default_ratio_once(engine, always_due, monkeypatc
     asked = engine.generate(prompt, max_tokens=1, recompute_ratio=0.15).report
     assert (asked.recompute_ratio, asked.predicted_kl) == (0.15, fit.kl_at(0.15))
     monkeypatch.setattr(self_calibration, "calibrate_on_chunks", None)
-    precompute_documents(["One more text, which nobody asks about. It has two sentences that are long."], engine)
+    precompute_documents(["One more text, which no question is about. It has two sentences that are long."], engine)
 
 
 def test_a_calibration_of_questions_is_preferred(engine, always_due):
