@@ -270,16 +270,16 @@ class ChunkRegistry(Catalog):
 
         Their token ids for the namespace are deleted. Texts that no document has are deleted with all token ids.
         """
-        text_of = {text_key(text): text for texts in texts_of.values() for text in map(_normalize, texts)}
+        lost = {name: {text_key(text): text for text in map(_normalize, texts)} for name, texts in texts_of.items()}
+        text_of = {key: text for texts in lost.values() for key, text in texts.items()}
         if not text_of:
             return []
         with self._write() as connection:
-            for document, texts in texts_of.items():
+            for document, texts in lost.items():
                 number = connection.execute(_NUMBER, document.parameters()).scalar()
-                keys = [text_key(text) for text in map(_normalize, texts)]
-                if number is not None and keys:
-                    connection.execute(_DISOWN, [{"b_document": number, "b_key": key} for key in keys])
-            _delete_if_empty(connection, texts_of)
+                if number is not None and texts:
+                    connection.execute(_DISOWN, [{"b_document": number, "b_key": key} for key in texts])
+            _delete_if_empty(connection, lost)
             released = set(text_of) - find_existing(connection, _KEYS_OF_NAMESPACE, text_of, b_namespace=namespace)
             others = self.delete_unowned_texts(released)
             if others:
