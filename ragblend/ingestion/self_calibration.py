@@ -9,6 +9,7 @@ Read `calibrate_on_chunks` first. Depends on engines and chunks.
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import time
@@ -22,10 +23,13 @@ from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS, find_rule
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
+from ragblend.errors import RagblendError
 from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.ingestion.report import Progress
 from ragblend.intervals import wilson_interval
 from ragblend.prompt.types import Chunk, Prompt
+
+logger = logging.getLogger(__name__)
 
 NUM_PROMPTS = 6
 CHUNKS_PER_PROMPT = 4
@@ -60,7 +64,8 @@ def calibrate_if_due(chunks: Sequence[Chunk], engine: Engine, progress: Progress
     """Choose and save the default ratio on stored chunks, if the store has no calibration yet and it costs little.
 
     The engine must be a deep model in this process (`DEEP_MODEL_LAYERS`), with a store on disk. The measurement must
-    cost at most MAX_COST of what the store's chunks have cost. Returns None if nothing was measured.
+    cost at most MAX_COST of what the store's chunks have cost. Returns None if nothing was measured. A failure is logged
+    and does not fail the ingestion, whose chunks are stored.
     """
     disk = engine.store.find_tier(DiskStore)
     if disk is None or not isinstance(engine, MeasurableEngine) or engine.num_layers < DEEP_MODEL_LAYERS:
@@ -72,8 +77,12 @@ def calibrate_if_due(chunks: Sequence[Chunk], engine: Engine, progress: Progress
     cost = num_tokens * (1 + sum(RATIOS))
     if len(prompts) < NUM_PROMPTS or cost > MAX_COST * disk.nbytes() / engine.bytes_per_token:
         return None
-    calibration = calibrate_on_chunks(prompts, engine, progress)
-    save_calibration(disk, calibration)
+    try:
+        calibration = calibrate_on_chunks(prompts, engine, progress)
+        save_calibration(disk, calibration)
+    except RagblendError as error:  # prompts longer than the model's context length, a full disk
+        logger.warning("the default ratio was not measured: %s", error)
+        return None
     fit = calibration.fits[0]
     own = find_rule("auto", engine.num_layers).ratio
     return Expectation(fit.ratio, fit.kl_at(fit.ratio), own, fit.kl_at(own))

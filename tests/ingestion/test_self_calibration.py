@@ -100,6 +100,13 @@ def test_a_small_store_is_not_measured(engine, monkeypatch):
     assert engine.generate(prompt, max_tokens=1).report.recompute_ratio == ASK_RATIO
 
 
+def test_prompts_beyond_the_context_length_fail_no_ingestion(engine, always_due, caplog):
+    words = " ".join(f"word{number}" for number in range(250))
+    report = precompute_documents([f"Report {number} has {words}." for number in range(10)], engine)
+    assert (report.num_new_kv, report.failures, calibration_of(engine)) == (10, [], None)
+    assert "the default ratio was not measured" in caplog.text
+
+
 def test_a_shallow_model_is_not_measured(tmp_path, always_due, monkeypatch):
     monkeypatch.setattr(self_calibration, "calibrate_on_chunks", None)
     with load_engine("demo", tmp_path / "kv") as engine:
