@@ -25,16 +25,20 @@ from ragblend.errors import DamagedEntryError, RagblendError
 if TYPE_CHECKING:
     from ragblend.engine.vllm.worker_side.layers import VllmLayers
 
+_LATENT_WORKSPACE = 64 * 1024  # most tokens whose latents vLLM's attention expands at once
+
 
 def blend_device_bytes(vllm_config: Any) -> int:
     """Return how many bytes of GPU memory blending the longest prompt needs, in addition to vLLM's paged cache.
 
-    This memory is for the resident layer and the layers that are read ahead.
+    This memory is for the resident layer and the layers that are read ahead. With MLA, it is also for vLLM's workspace
+    of an attention call.
     """
-    model = vllm_config.model_config
+    model, num_tokens = vllm_config.model_config, (DEPTH + 2) * vllm_config.model_config.max_model_len
+    if getattr(model, "use_mla", False):
+        return int((num_tokens + _LATENT_WORKSPACE) * model.get_head_size() * model.dtype.itemsize)
     heads = model.get_num_kv_heads(vllm_config.parallel_config)
-    bytes_per_token = 2 * heads * model.get_head_size() * model.dtype.itemsize
-    return int((DEPTH + 2) * model.max_model_len * bytes_per_token)
+    return int(num_tokens * 2 * heads * model.get_head_size() * model.dtype.itemsize)
 
 
 RowsKV = tuple[slice, LayerKV]
