@@ -237,7 +237,7 @@ class ChunkRegistry(Catalog):
     @staticmethod
     def _add_chunks(connection: Connection, document: DocumentKey, starts: Mapping[bytes, int]) -> None:
         """Add chunks to a document, in place of those with the same texts. starts: offsets by the texts' keys."""
-        number = connection.execute(_NUMBER, document.parameters()).scalar()
+        number = _find_number(connection, document)
         if number is None:
             inserted = connection.execute(insert(DOCUMENTS), document._asdict()).inserted_primary_key
             assert inserted is not None
@@ -262,8 +262,8 @@ class ChunkRegistry(Catalog):
                     is_known = connection.execute(update(DOCUMENTS).where(_OF_DOCUMENT).values(**values), key).rowcount
                     if not is_known and any(each):
                         insert_rows(connection, DOCUMENTS, [{**document._asdict(), **values}])
-                    elif not any(each):
-                        _delete_if_empty(connection, [document])
+                    elif is_known and not any(each):
+                        connection.execute(_DELETE_IF_EMPTY, {"b_number": _find_number(connection, document)})
 
     def remove_from_documents(self, texts_of: Mapping[DocumentKey, Iterable[str]], namespace: str) -> list[str]:
         """Remove texts from documents. Return those that neither an index nor a document of `namespace` has any more.
@@ -276,10 +276,10 @@ class ChunkRegistry(Catalog):
             return []
         with self._write() as connection:
             for document, texts in lost.items():
-                number = connection.execute(_NUMBER, document.parameters()).scalar()
+                number = _find_number(connection, document)
                 if number is not None and texts:
                     connection.execute(_DISOWN, [{"b_document": number, "b_key": key} for key in texts])
-            _delete_if_empty(connection, lost)
+                    connection.execute(_DELETE_IF_EMPTY, {"b_number": number})
             released = set(text_of) - find_existing(connection, _KEYS_OF_NAMESPACE, text_of, b_namespace=namespace)
             others = self.delete_unowned_texts(released)
             if others:
@@ -580,7 +580,7 @@ def _find_missing_chunks(
     connection: Connection, document: DocumentKey, starts: Mapping[bytes, int]
 ) -> dict[bytes, int]:
     """Return the chunks that a document lacks, or has at another offset. `starts`: offsets by the texts' keys."""
-    number = connection.execute(_NUMBER, document.parameters()).scalar()
+    number = _find_number(connection, document)
     known = dict[bytes, int]()
     for some in split_into_batches(starts if number is not None else ()):
         rows = connection.execute(_STARTS_OF, {"b_document": number, "values": some})
@@ -588,11 +588,10 @@ def _find_missing_chunks(
     return {key: start for key, start in starts.items() if known.get(key) != start}
 
 
-def _delete_if_empty(connection: Connection, documents: Iterable[DocumentKey]) -> None:
-    """Delete the rows of documents without chunks, facts and status."""
-    numbers = [connection.execute(_NUMBER, document.parameters()).scalar() for document in documents]
-    if rows := [{"b_number": number} for number in numbers if number is not None]:
-        connection.execute(_DELETE_IF_EMPTY, rows)
+def _find_number(connection: Connection, document: DocumentKey) -> int | None:
+    """Return the number of a document's row; None without one."""
+    number: int | None = connection.execute(_NUMBER, document.parameters()).scalar()
+    return number
 
 
 def _keys_without_ids(connection: Connection, keys: Collection[bytes], owner: Mapping[str, str]) -> list[bytes]:
