@@ -115,7 +115,13 @@ class Settings(TierOptions):
     @property
     def generation(self) -> dict[str, Any]:
         """The keyword arguments of `generate` and `stream`."""
-        return GenerationOptions(self.mode, self.rule, self.ratio, self.max_tokens, self.temperature).keywords
+        return GenerationOptions(
+            mode=self.mode,
+            rule=self.rule,
+            recompute_ratio=self.ratio,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+        ).keywords
 
     @property
     def model_options(self) -> ModelOptions:

@@ -221,10 +221,10 @@ class LoadOptions(TierOptions):
 class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one string.
 
-    `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. None and "auto" mean the store's
-    calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, the calibrated
-    or default ratio is raised as far as recomputing takes no longer than loading. Full prefill is run instead if
-    blending would be no faster, even at the calibrated or default ratio.
+    `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. "auto" means the store's
+    calibrated ratio or, without one, the rule's default. None means the ratio that a server was started with, else
+    "auto". If `ragblend profile` has measured the machine and no ratio is given as a number, the ratio is raised as far
+    as recomputing takes no longer than loading, and full prefill is run if blending would be no faster.
 
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.

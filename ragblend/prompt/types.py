@@ -1,7 +1,7 @@
 """Prompts: a caller's messages with the chunks that they name, and the same prompt as token ids with runs of chunks.
 
-An engine renders a `Prompt` (`render`), finds runs of stored chunks in its token ids (`token_index`), and keeps both in
-a `MatchedPrompt`. Plain data. Does not depend on tokenizers, chat templates, models or stores.
+An engine renders a `Prompt` (`render`), finds runs of known chunks in its token ids (`engine.matching`), and keeps both
+in a `MatchedPrompt`. Plain data. Does not depend on tokenizers, chat templates, models or stores.
 """
 
 from __future__ import annotations

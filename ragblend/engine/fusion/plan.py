@@ -144,7 +144,7 @@ class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
     At `check_layer`, `rule` selects the share `ratio` of the chunk tokens for recomputing. By default, no stored token
-    is recomputed. The first `num_resident` rows of the PromptKVBuffer are valid before fusing starts (a prefix, earlier
+    is recomputed. The first `num_resident` rows of the prompt's KV are valid before fusing starts (a prefix, earlier
     turns). The first `num_exact` of these are exact. The others may not be, for example if an earlier turn blended a
     chunk.
     """

@@ -300,6 +300,7 @@ class BlendScheduler:
         assert state.choice is not None
         params, fit = state.params, state.choice.fit
         rule_and_layer = fit.rule_and_layer if fit is not None else None
+        # Each parameter that changes the KV of a blend must be here, else two requests share blocks that differ.
         settings = (params.mode, params.rule, state.report.recompute_ratio, rule_and_layer, params.seed)
         separate_blended_blocks(request, state.turns, settings, self._cache_config.block_size)
         state.is_separated = True
