@@ -123,8 +123,11 @@ class BlendingEngine(LocalEngine):
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
         report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
-        if request.fit is not None and request.mode in ("blend", "reuse"):
-            request.fit.predict(report, ratio)
+        # A rule without a probe, which "auto" takes for a long question, is not the one that was measured.
+        if (fit := request.fit) is not None and (
+            request.mode == "reuse" or (request.mode == "blend" and plan.rule.name == fit.rule)
+        ):
+            fit.predict(report, ratio)
         runs = request.prompt.runs
         record_fusion(report, runs, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)

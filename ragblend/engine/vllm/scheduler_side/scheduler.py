@@ -451,7 +451,8 @@ class BlendScheduler:
             self.metrics.record_filled_request(report, observed=state is not None and state.params.mode != "ingest")
             if state is not None:
                 before = state.report
-                report.predicted_agreement, report.predicted_kl = before.predicted_agreement, before.predicted_kl
+                if report.rule == before.rule:  # the workers may take a rule without a probe, which was not measured
+                    report.predicted_agreement, report.predicted_kl = before.predicted_agreement, before.predicted_kl
                 report.match_s = before.match_s
                 state.report, state.is_filled = report, True
                 self._note_result(state)
