@@ -312,7 +312,7 @@ def test_the_text_after_the_last_chunk_is_probed_where_the_question_comes_before
     engine = holding_chunks(tiny_engine("llama", renderer=chat_renderer))
     first = Prompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
     request = engine.request(first, rule="ask", recompute_ratio=0.3)
-    placements = tuple(placed for placed, _ in engine._lookup(request, 0, set(), engine.store.get).values())
+    placements = engine._lookup(request, 0, set(), engine.store.get)
     asked = request.prompt
     plan = FusePlan(torch.tensor(asked.token_ids), placements, question_start=asked.question_start)
     tail = engine.renderer._tokenizer.decode(request.prompt.token_ids[-plan.num_queries :])
