@@ -75,3 +75,25 @@ def test_latents_in_half_precision_pass_the_check_and_equal_full_prefill(make_to
         full, blended = ask(llm, prompt.ids, max_tokens=1), ask(llm, prompt.ids, blend_params(1.0), max_tokens=1)
     assert report(blended)["num_chunk_hits"] == len(CHUNKS)
     assert_same_answer(blended, full, 0.1)
+
+
+def test_two_ranks_store_each_latent_once_and_answer_as_one_rank(make_tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    make_family("deepseek_v3", first_k_dense_replace=6).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    prompt, two = plain_prompt(), {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    answers = []
+    for name, options in (("two", two), ("one", {})):
+        with engine(tmp_path / "model", tmp_path / name, **LATENT_OPTIONS, **options) as llm:
+            for chunk in CHUNKS:
+                assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
+            answers.append([ask(llm, prompt.ids, way) for way in (None, blend_params(1.0), blend_params(0.15, "ask"))])
+    assert_same_answer(answers[0][1], answers[0][0], TOLERANCE)
+    for mine, other in zip(*answers, strict=True):
+        assert_same_answer(mine, other, TOLERANCE)
+    stores = [DiskStore(tmp_path / name) for name in ("two", "one")]
+    assert sorted(stores[0].keys()) == sorted(stores[1].keys())
+    for key in stores[0].keys():  # noqa: SIM118 (a store is not a dict)
+        mine, other = (store.get(key).layer(3) for store in stores)
+        assert mine.values.shape == other.values.shape
+        assert (mine.values - other.values).abs().max() <= 1e-4 * other.values.abs().max()

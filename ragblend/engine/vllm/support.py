@@ -283,7 +283,10 @@ def reject_unsupported_attention(impl: Any) -> None:
     FlashInfer cannot plan several calls before it runs the first. ragblend's query probe cannot compute ALiBi. `impl`:
     vLLM's implementation of a layer's attention.
     """
-    if type(impl).__name__.startswith("FlashInfer"):  # other backends that do the same fail a gate of `self_check`
+    is_latent = hasattr(impl, "kv_lora_rank")  # the backend of this name for MLA plans nothing
+    if (
+        type(impl).__name__.startswith("FlashInfer") and not is_latent
+    ):  # other backends that do the same fail a gate of `self_check`
         raise UnsupportedModelError(
             "vLLM's attention backend FlashInfer overwrites the plan of one call by that of the next, but ragblend "
             "plans several calls before it runs the first. Choose another: --attention-backend FLASH_ATTN "

@@ -151,8 +151,12 @@ def test_a_backend_that_plans_all_calls_in_one_place_is_refused_with_the_flag():
     class FlashInferImpl:
         alibi_slopes = None
 
+    class FlashInferMLAImpl(FlashInferImpl):
+        kv_lora_rank = 512  # it plans nothing
+
     with pytest.raises(UnsupportedModelError, match=r"FlashInfer.*--attention-backend FLASH_ATTN"):
         reject_unsupported_attention(FlashInferImpl())
+    reject_unsupported_attention(FlashInferMLAImpl())
 
 
 @pytest.mark.parametrize(("shape", "ratio"), [((10, 2, 64, 32), 1), ((20, 2, 32, 32), 2), ((2, 40, 2, 16, 32), 4)])

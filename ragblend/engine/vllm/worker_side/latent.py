@@ -42,8 +42,8 @@ def absorb_queries(attention: Any, query: Tensor) -> Tensor:
 
     The expansion of the latent to keys is applied to the queries instead.
     """
-    plain, rotated = query.transpose(0, 1).split([attention.qk_nope_head_dim, attention.qk_rope_head_dim], dim=-1)
-    return torch.cat((plain @ attention.W_UK_T, rotated), dim=-1)
+    states, size = query.transpose(0, 1), attention.qk_nope_head_dim
+    return torch.cat((states[..., :size] @ attention.W_UK_T, states[..., size:]), dim=-1)
 
 
 def attended_keys(kv: LayerKV) -> Tensor:

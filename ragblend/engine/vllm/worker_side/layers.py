@@ -108,7 +108,9 @@ class VllmLayers:
         with set_current_vllm_config(vllm_config):
             self._builder = builder(spec, self._names, vllm_config, self.device)
         self._num_heads: int = self._attention[0].num_kv_heads
-        self._num_all_heads: int = vllm_config.model_config.get_total_num_kv_heads()
+        # Every rank has the whole latent.
+        all_heads = 1 if is_latent(self._attention[0]) else vllm_config.model_config.get_total_num_kv_heads()
+        self._num_all_heads: int = all_heads
         # For a probed token, the whole fused projection and the norm before it run.
         self.kv_share = self._decoder.kv_share
         """Share of one layer's parameters that computes keys and values, for charged budgets."""
