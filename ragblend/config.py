@@ -51,6 +51,7 @@ _WITHOUT_FLAG = (
     "kv_dir",
     "catalog",
     "remote_timeout_s",
+    "refine_ratio",
     "store_key_file",
     "max_file_mib",
     "gpus_per_worker",
@@ -107,6 +108,7 @@ class Settings(TierOptions):
     mode: Mode = copy_option(GenerationOptions, "mode")
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    refine_ratio: float = copy_option(GenerationOptions, "refine_ratio")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
     system: str | None = option(None, "System text before all chunks. Default: the store's.")
@@ -125,7 +127,10 @@ class Settings(TierOptions):
     @property
     def generation(self) -> GenerationKeywords:
         """The keyword arguments of `generate` and `stream`."""
-        return GenerationOptions(self.mode, self.rule, self.ratio, self.max_tokens, self.temperature).keywords
+        options = GenerationOptions(
+            self.mode, self.rule, self.ratio, self.refine_ratio, self.max_tokens, self.temperature
+        )
+        return options.keywords
 
     @property
     def model_options(self) -> ModelOptions:
