@@ -213,12 +213,11 @@ class FusePlan:
         """Return the plan that recomputes the share `ratio` of the chunk tokens over the KV that this plan has fused.
 
         `answer_ids` [A]: the tokens of the answer so far. They follow the prompt and are computed like the question's;
-        both are queries of the probe. It runs over the fused KV, so it may select other tokens than before. Tokens that
-        are kept are not corrected again.
+        both are queries of the probe. It runs over the fused KV, so it may select other tokens than before. The
+        placements tell which tokens are stale; their KV is not read again.
         """
         token_ids = torch.cat((self.token_ids, self.token_ids.new_tensor(answer_ids)))
-        rule = replace(self.rule, drift_gain=0.0, drift_gain_in_context=0.0)
-        return replace(self, token_ids=token_ids, rule=rule, ratio=ratio)
+        return replace(self, token_ids=token_ids, ratio=ratio)
 
 
 @dataclass(slots=True)

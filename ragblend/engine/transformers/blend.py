@@ -170,17 +170,21 @@ class BlendingEngine(LocalEngine):
         Writes into this request's own KV only, to which shared rows (prefix, earlier turns) were copied. `answer_ids`:
         tokens of the answer so far, whose KV is computed again.
         """
-        refined = plan.for_refinement(answer_ids, ratio)
-        steps, output = fuse_steps(self.layers, refined, prefilled.fused), None
+        layers, fused, refined = self.layers, prefilled.fused, plan.for_refinement(answer_ids, ratio)
+        # Without chunks, the loader places nothing. It corrects the drift of kept tokens, as in the first pass.
+        loader = LayerLoader(
+            (), layers.num_layers, layers.place_keys, fused.write, layers.device, correctable=(layers, fused)
+        )
+        steps, output = fuse_steps(layers, refined, fused, loader), None
         while True:
             try:
                 step = steps.send(output)
             except StopIteration as end:
                 result: FuseResult = end.value
                 break
-            output = self.layers.run_layer(*step) if isinstance(step, LayerCall) else None
-            if self.layers.device.type == "cuda":
-                torch.cuda.synchronize(self.layers.device)  # so that a slice ends when its time is over
+            output = layers.run_layer(*step) if isinstance(step, LayerCall) else None
+            if layers.device.type == "cuda":
+                torch.cuda.synchronize(layers.device)  # so that a slice ends when its time is over
             yield
         prefilled.report.num_refined_tokens, prefilled.report.refined_after = len(result.recomputed), len(answer_ids)
         prefilled.num_exact = min(refined.num_exact_after_fusing, len(plan.token_ids))
