@@ -245,7 +245,10 @@ def measure_pauses(
     repeats: int,
     notify: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure requests without refinement, and refined to `ratio`, in turns. Return medians, and medians of ratios."""
+    """Measure requests without refinement, and refined to `ratio`, in turns. Return medians, and medians of ratios.
+
+    `num_refined` and `num_requests`: of the clients' requests that ask for refinement, in all rounds.
+    """
     single: dict[float, list[Single]] = {0.0: [], ratio: []}
     together: dict[float, list[Together]] = {0.0: [], ratio: []}
     for each in single:
@@ -271,6 +274,8 @@ def measure_pauses(
         "ttft_cpu_ratio": ratios(single, "ttft_cpu_s"),
         "clients": num_clients,
         "together": {str(each): _medians(found) for each, found in together.items()},
+        "num_refined": sum(each.num_refined for each in together[ratio]),
+        "num_requests": sum(each.num_requests for each in together[ratio]),
         "throughput_ratio": ratios(together, "requests_per_s"),
         "throughput_cpu_ratio": ratios(together, "requests_per_cpu_s"),
     }
@@ -321,8 +326,7 @@ def pauses(
     )
     print_notice(
         f"{clients} clients: throughput ratio {found['throughput_ratio']:.3f} (CPU "
-        f"{found['throughput_cpu_ratio']:.3f}), {found['together'][str(ratio)]['num_refined']:g} of "
-        f"{found['together'][str(ratio)]['num_requests']:g} answers refined"
+        f"{found['throughput_cpu_ratio']:.3f}), {found['num_refined']} of {found['num_requests']} answers refined"
     )
     engine.close()
 
