@@ -214,7 +214,7 @@ class FusePlan:
 
         `answer_ids` [A]: the tokens of the answer so far. They follow the prompt and are computed like the question's;
         both are queries of the probe. It runs over the fused KV, so it may select other tokens than before. The
-        placements tell which tokens are stale; their KV is not read again.
+        placements determine which tokens are stale; their KV is not read again.
         """
         token_ids = torch.cat((self.token_ids, self.token_ids.new_tensor(answer_ids)))
         return replace(self, token_ids=token_ids, ratio=ratio)
