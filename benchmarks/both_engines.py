@@ -35,9 +35,9 @@ def watch_selections() -> list[list[int]]:
     selections: list[list[int]] = []
     record_fusion = worker.record_fusion
 
-    def watching(report: Any, starts: Any, stored: Any, plan: Any, result: Any, num_known: int) -> None:
+    def watching(report: Any, runs: Any, plan: Any, result: Any, num_known: int) -> None:
         selections.append(result.recomputed.tolist())
-        record_fusion(report, starts, stored, plan, result, num_known)
+        record_fusion(report, runs, plan, result, num_known)
 
     worker.record_fusion = watching
     return selections

@@ -67,14 +67,14 @@ def prompt_facts(engine: TransformersEngine, topic: int, question: str, prompt: 
     The concatenated `segments` are all token ids of the prompt.
     """
     parts: list[list[int]] = []
-    matched, number = engine.match(prompt), None
-    for kind, start, end, chunk in matched.segments:
-        # The text after a chunk belongs to the chunk's part.
-        if kind == "text" or (kind == "chunk" and chunk == number):
-            parts[-1].extend(matched.token_ids[start:end])
-        else:
+    matched = engine.match(prompt)
+    first_starts = {matched.runs[runs[0]].start for runs in matched.runs_by_chunk}
+    for start, end, run in matched.parts:
+        # The text after a chunk belongs to the chunk's part, and so does a later run of the chunk.
+        if start in first_starts or start == 0 or (run is None and end == matched.num_tokens):
             parts.append(matched.token_ids[start:end])
-            number = chunk
+        else:
+            parts[-1].extend(matched.token_ids[start:end])
     return {
         "topic": topic,
         "question": question,

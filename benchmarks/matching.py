@@ -25,9 +25,9 @@ import typer
 from numpy.typing import NDArray
 
 from benchmarks.results import OutOption, write_result
-from ragblend.catalog.known_chunks import find_runs_of
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
+from ragblend.engine.matching import find_runs_of
 from ragblend.lab.quality.data import find_data, read_cases
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.token_index import TokenIndex

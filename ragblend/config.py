@@ -26,11 +26,9 @@ from ragblend.files.reading import read_text
 from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.option_fields import Validator, at_least, copy_option, one_of, option
 from ragblend.options import (
-    CONTEXT,
-    SHADOW,
     ContextPolicy,
-    GenerationKeywords,
     GenerationOptions,
+    LoadOptions,
     Mode,
     ModelOptions,
     RatioChoice,
@@ -97,11 +95,7 @@ class Settings(TierOptions):
     )
     text_field: str = option("", "Text field of CSV, JSON, Parquet records: body, article.body.")
     gpus_per_worker: float = option(0.0, "GPUs of each ingestion worker.", at_least(0))
-    context: ContextPolicy | None = option(
-        None,
-        "Context policy: none, or neutral (prefill also after a neutral text). Default: the store's or the model's.",
-        CONTEXT,
-    )
+    context: ContextPolicy | None = copy_option(LoadOptions, "context")
     k: int = option(6, "Chunks retrieved per question.", at_least(1), flag="-k")
     neighbours: int = option(0, "Chunks added around each hit.", at_least(0))
     order: str = option("score", "Chunks by 'score' or in 'document' order.", one_of("score", "document"))
@@ -111,26 +105,26 @@ class Settings(TierOptions):
     refine_ratio: float = copy_option(GenerationOptions, "refine_ratio")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
-    system: str | None = option(None, "System text before all chunks. Default: the store's.")
-    namespace: str = option("", "Tenant whose KV is used. Tenants share no KV. Give each tenant a separate store.")
+    system: str | None = copy_option(LoadOptions, "system")
+    namespace: str = copy_option(LoadOptions, "namespace")
     trust_remote_code: bool = copy_option(ModelOptions, "trust_remote_code")
-    shadow: float = option(
-        0.0,
-        "Share of requests, 0 to 1, that are compared with full prefill after the answer.",
-        SHADOW,
-    )
+    shadow: float = copy_option(LoadOptions, "shadow")
 
     def __post_init__(self) -> None:
         TierOptions.__post_init__(self)
         object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
 
     @property
-    def generation(self) -> GenerationKeywords:
+    def generation(self) -> dict[str, Any]:
         """The keyword arguments of `generate` and `stream`."""
-        options = GenerationOptions(
-            self.mode, self.rule, self.ratio, self.refine_ratio, self.max_tokens, self.temperature
-        )
-        return options.keywords
+        return GenerationOptions(
+            mode=self.mode,
+            rule=self.rule,
+            recompute_ratio=self.ratio,
+            refine_ratio=self.refine_ratio,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+        ).keywords
 
     @property
     def model_options(self) -> ModelOptions:

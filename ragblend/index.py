@@ -27,7 +27,7 @@ from sqlalchemy import Row
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.index_rows import as_chunk
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
-from ragblend.catalog.schema import text_key
+from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.catalog.vectors import FaissVectors, normalize_rows
 from ragblend.corpus.embedders import (
@@ -228,6 +228,16 @@ class ChunkIndex(IndexedDocuments):
         else:
             with open_registry(store) as registry:
                 yield registry
+
+    def texts_to_register(self, texts: Iterable[str], registry: ChunkRegistry) -> dict[DocumentKey, dict[str, int]]:
+        """Return what the registry of a store has to record before it stores KV of these texts of the index.
+
+        This is nothing if index and store share a catalogue, which has the documents of the index. For others, see
+        `ChunkRegistry.add_documents`.
+        """
+        if registry.key == self.registry.key:
+            return {}
+        return {DocumentKey(self.collection): dict.fromkeys(texts, 0)}
 
     # --- changes ---
 

@@ -1,7 +1,8 @@
 """Options that are set in more than one place, each defined once: type, default, validation and help.
 
 `TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request.
-Settings, command line, engines, the frameworks' models and vLLM's connector copy their fields. Depends on values only.
+Settings, command line, engines, the frameworks' models and vLLM's connector copy their fields. `option_keywords` is
+generated from these classes, for type checkers. Depends on values only.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
@@ -110,24 +111,12 @@ class TierOptions:
             object.__setattr__(self, "kv_dir", str(expand_user_path(self.kv_dir, "kv_dir").absolute()))
 
     @property
-    def tiers(self) -> TierKeywords:
+    def tiers(self) -> dict[str, Any]:
         """Return the fields of TierOptions as keyword arguments of `open_store`."""
-        return {name: getattr(self, name) for name in TIER_NAMES}  # type: ignore[return-value]
+        return {name: getattr(self, name) for name in TIER_NAMES}
 
 
 TIER_NAMES = tuple(each.name for each in fields(TierOptions))
-
-
-class TierKeywords(TypedDict, total=False):
-    """Types of TierOptions as keyword arguments, for type checkers."""
-
-    memory_gib: float
-    disk_gib: DiskBudget
-    kv_dir: str | None
-    remote: str | None
-    remote_timeout_s: float
-    catalog: str | None
-    kv_dtype: KvDtype
 
 
 @reject_unknown_names
@@ -199,38 +188,8 @@ def _plain(name: str, value: Any) -> Any:
 
 
 MODEL_NAMES = tuple(each.name for each in fields(ModelOptions))
-
-
-class ModelKeywords(TypedDict, total=False):
-    """Types of the keyword arguments of `ModelOptions.from_keywords`, for type checkers."""
-
-    dtype: Any
-    torch_dtype: Any
-    device: Any
-    device_map: Any
-    attn_implementation: str | None
-    revision: str | None
-    cache_dir: Any
-    local_files_only: bool
-    trust_remote_code: bool
-    adapter: Any
-    model_kwargs: Mapping[str, Any] | None
-
-
-class LoadKeywords(TierKeywords, ModelKeywords, total=False):
-    """Types of LoadOptions and ModelOptions as keyword arguments, for type checkers."""
-
-    system: str | None
-    namespace: str
-    on_miss: str
-    shadow: float
-    context: ContextPolicy | None
-    new_model: bool
-    max_num_seqs: int | None
-    vllm_options: Mapping[str, Any] | None
-    api_key: str | None
-    timeout: float | None
-    max_retries: int | None
+FLEXIBLE_NAMES = ("dtype", "torch_dtype", "device", "cache_dir", "adapter")
+"""Arguments of `ModelOptions.from_keywords` that may also be objects of torch, numbers or paths."""
 
 
 @reject_unknown_names
@@ -238,11 +197,17 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
 class LoadOptions(TierOptions):
     """Arguments of `load_engine`, which explains them. Model, store, backend and ModelOptions are not among them."""
 
-    system: str | None = None
-    namespace: str = ""
+    system: str | None = option(None, "System text before all chunks. Default: the store's.")
+    namespace: str = option("", "Tenant whose KV is used. Tenants share no KV. Give each tenant a separate store.")
     on_miss: str = "store"
-    shadow: float = 0.0
-    context: ContextPolicy | None = None
+    shadow: float = option(
+        0.0, "Share of requests, 0 to 1, that are compared with full prefill after the answer.", SHADOW
+    )
+    context: ContextPolicy | None = option(
+        None,
+        "Context policy: none, or neutral (prefill also after a neutral text). Default: the store's or the model's.",
+        CONTEXT,
+    )
     new_model: bool = False
     max_num_seqs: int | None = None
     vllm_options: Mapping[str, Any] | None = None
@@ -256,10 +221,10 @@ class LoadOptions(TierOptions):
 class GenerationOptions:
     """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one string.
 
-    `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. None and "auto" mean the store's
-    calibrated ratio or, without one, the rule's default. If `ragblend profile` has measured the machine, the calibrated
-    or default ratio is raised as far as recomputing takes no longer than loading. Full prefill is run instead if
-    blending would be no faster, even at the calibrated or default ratio.
+    `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. "auto" means the store's
+    calibrated ratio or, without one, the rule's default. None means the ratio that a server was started with, else
+    "auto". If `ragblend profile` has measured the machine and no ratio is given as a number, the ratio is raised as far
+    as recomputing takes no longer than loading, and full prefill is run if blending would be no faster.
 
     `refine_ratio`: share of the chunk tokens that mode "blend" recomputes after the answer's first token, over the KV
     that the first token came from (refinement). It has an effect if it is above the ratio of the first token, and if
@@ -327,35 +292,12 @@ class GenerationOptions:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def keywords(self) -> GenerationKeywords:
+    def keywords(self) -> dict[str, Any]:
         """Return the fields of GenerationOptions as keyword arguments of `generate` and `stream`."""
-        return {name: getattr(self, name) for name in GENERATION_NAMES}  # type: ignore[return-value]
+        return {name: getattr(self, name) for name in GENERATION_NAMES}
 
 
 GENERATION_NAMES = tuple(each.name for each in fields(GenerationOptions))
-
-
-class GenerationKeywords(TypedDict, total=False):
-    """Types of GenerationOptions as keyword arguments, for type checkers."""
-
-    mode: Mode
-    rule: str
-    recompute_ratio: RatioChoice
-    refine_ratio: float
-    max_tokens: int
-    temperature: float
-    top_p: float
-    seed: int | None
-    stop: Sequence[str] | None
-    structured_outputs: Mapping[str, Any] | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    logprobs: bool
-    top_logprobs: int | None
 
 
 def is_server_url(backend: str) -> bool:

@@ -8,7 +8,7 @@ protocol, not on a framework.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id
 from ragblend.chunker import Splitter
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
@@ -53,6 +53,7 @@ from ragblend.ingestion.identity import (
 from ragblend.ingestion.prefill import Prefill, load_weights, num_chunk_tokens, prefill_here, send_to_remote
 from ragblend.ingestion.ray_workers import RayWorkers
 from ragblend.ingestion.report import BLANK_TEXT, IngestReport, Progress, ignore_progress, show_progress
+from ragblend.ingestion.self_calibration import calibrate_if_due
 from ragblend.ingestion.server_documents import send_documents, send_indexed_chunks
 from ragblend.ingestion.sync import count_moved_files, explain_empty_corpus, sync_index
 from ragblend.options import ContextPolicy
@@ -160,7 +161,8 @@ def precompute_chunks(
     *,
     rewrite: bool = False,
     index: ChunkIndex | None = None,
-    register_texts: Callable[[], object] | None = None,
+    texts_of: Mapping[DocumentKey, Mapping[str, int]] | None = None,
+    registry: ChunkRegistry | None = None,
     prefill: Prefill = prefill_here,
 ) -> IngestReport:
     """Prefill every chunk that is not stored. `report.failures` lists chunks that the engine cannot prefill, and
@@ -171,8 +173,9 @@ def precompute_chunks(
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
     - index: the index of the chunks; None for chunks that frameworks added.
-    - register_texts: a function that registers the chunks' texts. Without one, they are registered as texts of `index`,
-      or each as a document that only its text identifies.
+    - texts_of: the documents that get the chunks' texts (see `ChunkRegistry.add_documents`). None: `index` has them, or
+      each is a document that only its text identifies.
+    - registry: the open registry of the engine's store; None: it is opened.
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
@@ -190,55 +193,51 @@ def precompute_chunks(
     distinct = {(chunk.text, chunk.context): chunk for chunk in chunks}
     # Texts are registered before their KV is stored. A registered text without KV is prefilled in its prompts, but KV
     # of an unregistered text would never be found, and deletions of orphaned KV would remove it.
-    if register_texts is not None:
-        register_texts()
-    else:
-        owner = DocumentKey(index.collection) if index is not None else None
-        texts_of: dict[DocumentKey, dict[str, int]] = {}
-        for text, _ in distinct:
-            name = owner or DocumentKey(LANGCHAIN_COLLECTION, text_id(text), engine.namespace)
-            texts_of.setdefault(name, {})[text] = 0
-        with open_registry(engine.store) as registry:
-            registry.add_documents(texts_of)
-    keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
-    with open_registry(engine.store) as registry:
+    with nullcontext(registry) if registry is not None else open_registry(engine.store) as registry:
+        if texts_of is None:
+            texts = dict.fromkeys(text for text, _ in distinct)
+            if index is not None:
+                texts_of = index.texts_to_register(texts, registry)
+            else:
+                texts_of = {_name_of_text(text, engine): {text: 0} for text in texts}
+        registry.add_documents(texts_of)
+        keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
         registry.cancel_deletions(keys.values())
-    engine.store.apply_deletions()
-    engine.add_known_chunks(distinct.values())  # before stored KV is looked up, so that `gc --orphans` keeps it
-    stored = engine.store.contains_many(list(keys.values()))
-    missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
-    new = (chunk for chunk in missing if chunk.context != "neutral")
-    report.notes += (
-        ReadFailure(document_label(chunk, chunk), why) for chunk in new if (why := explain_short_text(chunk, engine))
-    )
-    report.num_known_kv += len(distinct) - len(missing)
-    disk, absent = engine.store.find_tier(DiskStore), set(missing)
-    num_evicted = 0 if disk is None else disk.counters.num_evicted
-    known = [chunk for chunk in distinct.values() if chunk not in absent]
-    renewed = list[Chunk]()
-    if rewrite:
-        num_rounded, renewed = quantize_stored(known, engine)
-        report.num_rewritten_kv = num_rounded + len(renewed)
-    elif num_others := count_other_dtypes(known, engine, disk):
-        report.num_other_kv = num_others
-        if notify is not None:
-            dtype = engine.store.kv_dtype
-            notify(f"{num_others} stored KV caches keep their dtype, which is not {dtype}; to convert them: "
-                f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
-    if disk is not None and (missing or renewed):
-        num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in (*missing, *renewed))
-        forecast = num_tokens * engine.bytes_per_token
-        capacity = describe_capacity(disk, forecast)
-        if notify is not None:
-            num_kv = len(missing) + len(renewed)
-            notify(
-                f"to prefill: {num_kv} KV caches, {num_tokens} tokens; {format_bytes(forecast)} of new KV, {capacity}"
-            )
-    if prefill is prefill_here and (missing or renewed):
-        start_s += load_weights(engine, on_progress)
-    on_progress("prefill", 0, len(missing) + len(renewed))
-    prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
-    with open_registry(engine.store) as registry:
+        engine.store.apply_deletions()
+        engine.add_known_chunks(distinct.values())  # before stored KV is looked up, so that `gc --orphans` keeps it
+        stored = engine.store.contains_many(list(keys.values()))
+        missing = [chunk for chunk, is_there in zip(keys, stored, strict=True) if not is_there]
+        new = (chunk for chunk in missing if chunk.context != "neutral")
+        report.notes += (
+            ReadFailure(document_label(chunk, chunk), why)
+            for chunk in new
+            if (why := explain_short_text(chunk, engine))
+        )
+        report.num_known_kv += len(distinct) - len(missing)
+        disk, absent = engine.store.find_tier(DiskStore), set(missing)
+        num_evicted = 0 if disk is None else disk.counters.num_evicted
+        known = [chunk for chunk in distinct.values() if chunk not in absent]
+        renewed = list[Chunk]()
+        if rewrite:
+            num_rounded, renewed = quantize_stored(known, engine)
+            report.num_rewritten_kv = num_rounded + len(renewed)
+        elif num_others := count_other_dtypes(known, engine, disk):
+            report.num_other_kv = num_others
+            if notify is not None:
+                dtype = engine.store.kv_dtype
+                notify(f"{num_others} stored KV caches keep their dtype, which is not {dtype}; to convert them: "
+                    f"ragblend precompute --kv-dtype {dtype}")  # fmt: skip
+        if disk is not None and (missing or renewed):
+            num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in (*missing, *renewed))
+            forecast = num_tokens * engine.bytes_per_token
+            capacity, num_kv = describe_capacity(disk, forecast), len(missing) + len(renewed)
+            if notify is not None:
+                size = f"{format_bytes(forecast)} of new KV, {capacity}"
+                notify(f"to prefill: {num_kv} KV caches, {num_tokens} tokens; {size}")
+        if prefill is prefill_here and (missing or renewed):
+            start_s += load_weights(engine, on_progress)
+        on_progress("prefill", 0, len(missing) + len(renewed))
+        prefilled = chain(prefill(missing, engine), replace_kv(renewed, engine, prefill))
         try:
             for done, nbytes in enumerate(prefilled, start=1):
                 report.new_kv_bytes += nbytes
@@ -254,7 +253,15 @@ def precompute_chunks(
     report.prefill_s += perf_counter() - start_s
     report.store_bytes = stored_kv_bytes(engine)
     send_to_remote(known, missing, engine, report, on_progress)
+    # Processes that prefill instead of this one have loaded the model there, not here.
+    if prefill is prefill_here and (found := calibrate_if_due(list(distinct.values()), engine, on_progress)):
+        (notify or logger.info)(str(found))
     return report
+
+
+def _name_of_text(text: str, engine: Engine) -> DocumentKey:
+    """Return the document that only its text identifies."""
+    return DocumentKey(LANGCHAIN_COLLECTION, text_id(text), engine.namespace)
 
 
 def save_store_defaults(engine: Engine) -> None:
@@ -375,8 +382,7 @@ def precompute_documents(
     prefill = prefill or (workers.prefill if workers is not None else prefill_here)
     texts_before = {name: registry.texts_of(name) for name in texts_of}
     with show_progress(progress) as shown:
-        register_texts = partial(registry.add_documents, texts_of)
-        report = precompute_chunks(wanted, engine, shown, register_texts=register_texts, prefill=prefill)
+        report = precompute_chunks(wanted, engine, shown, texts_of=texts_of, registry=registry, prefill=prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped
@@ -389,6 +395,7 @@ def precompute_documents(
     facts_of = dict.fromkeys(replaced, DocumentFacts()) | facts_of
     # Set last, so that after a killed call the same call replaces the document again.
     registry.set_facts({name: facts for name, facts in facts_of.items() if facts != registry.facts_of(name)})
-    report.store_bytes = stored_kv_bytes(engine)
+    if report.num_removed_kv:
+        report.store_bytes = stored_kv_bytes(engine)
     report.elapsed_s = perf_counter() - start_s
     return report

@@ -25,7 +25,7 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from postgres import running_postgres
+from postgres import fresh_schema, running_postgres
 from servers import running_redis, running_s3
 from tiny_models import CHATML, FAMILIES, VOCABULARY, stock_models
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -36,6 +36,7 @@ from ragblend.engine.fusion import attention
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
 if os.environ.get("RAGBLEND_TEST_KERNELS"):  # every test with Triton's kernels, also on a CPU: many times slower
@@ -258,3 +259,24 @@ def postgres():
     """URL of a PostgreSQL server, shared by all tests."""
     with running_postgres() as url:
         yield url
+
+
+@pytest.fixture
+def shared_catalog(postgres):
+    """URL of an empty catalogue in PostgreSQL."""
+    with fresh_schema(postgres) as url:
+        yield url
+
+
+@pytest.fixture(params=["file", "memory", "postgres"])
+def any_place(request, tmp_path):
+    """Place of a new catalogue: a file, memory, and a PostgreSQL server in turn."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("shared_catalog"))
+    return tmp_path / CATALOG_FILE if request.param == "file" else None
+
+
+@pytest.fixture(params=["file", "postgres"])
+def kept_place(request, tmp_path):
+    """Place of a new catalogue that outlives its process: a file, and a PostgreSQL server in turn."""
+    return str(request.getfixturevalue("shared_catalog")) if request.param == "postgres" else tmp_path / CATALOG_FILE

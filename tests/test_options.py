@@ -1,24 +1,21 @@
 """Options are checked when they are made, and a type checker has the same names."""
 
+from collections import defaultdict
 from functools import partial
 from typing import get_type_hints
 
 import pytest
 
 from ragblend import load_engine, open_store
+from ragblend.config import Settings
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import UsageError
 from ragblend.frameworks.call_options import CallOptions
-from ragblend.options import (
-    GenerationKeywords,
-    GenerationOptions,
-    LoadKeywords,
-    LoadOptions,
-    ModelOptions,
-    TierKeywords,
-    TierOptions,
-)
+from ragblend.frameworks.model import BlendModel
+from ragblend.option_keywords import GenerationKeywords, LoadKeywords, TierKeywords
+from ragblend.options import GenerationOptions, LoadOptions, ModelOptions, TierOptions
+from tools import option_keywords
 
 
 @pytest.mark.parametrize(
@@ -116,6 +113,12 @@ def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm():
             made(ratio=2)
 
 
+def test_the_types_of_keyword_arguments_are_generated_from_the_options():
+    assert option_keywords.FILE.read_text(encoding="utf-8") == option_keywords.source(), (
+        "run python -m tools.option_keywords"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "keywords"), [(TierOptions, TierKeywords), (GenerationOptions, GenerationKeywords)]
 )
@@ -128,3 +131,26 @@ def test_type_checkers_have_the_same_names_and_types(options, keywords):
 def test_type_checkers_have_every_argument_of_load_engine():
     known = {*LoadOptions.__dataclass_fields__, *ModelOptions.__dataclass_fields__, "torch_dtype"}
     assert set(get_type_hints(LoadKeywords)) == known
+
+
+def declaring_classes() -> dict[str, list[str]]:
+    """The classes that declare an option of each name. A field made by `copy_option` is no declaration."""
+    specs, found = [], defaultdict[str, list[str]](list)
+    for each in (TierOptions, ModelOptions, LoadOptions, GenerationOptions, CallOptions, Settings, ConnectorConfig,
+                 BlendParams, BlendModel):  # fmt: skip
+        for name in set(each.__annotations__) - {"model_config", "_overflow_error"}:
+            field = getattr(each, "__dataclass_fields__", {}).get(name)
+            spec = None if field is None else field.metadata.get("option")
+            if spec is None or not any(spec is other for other in specs):
+                specs.append(spec)
+                found[name].append(each.__name__)
+    return found
+
+
+def test_only_pydantic_and_the_request_declare_an_option_again():
+    """pydantic has its own fields, and a request's parameters their own checks. Two names mean something else."""
+    others = {name: {*classes[1:]} - {"BlendModel", "BlendParams"} for name, classes in declaring_classes().items()}
+    assert {name: classes for name, classes in others.items() if classes} == {
+        "store": {"ConnectorConfig"},
+        "timeout": {"CallOptions"},
+    }

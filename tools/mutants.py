@@ -58,8 +58,8 @@ quantised-kept-at-ratio-one     fusion     _candidates
     A.exact and (B.is_lossless or not C)  ->  A.exact
 deviations-swapped              fusion     choose
     RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
-exact-at-any-position           store      lookup_contexts
-    A and B == C and D  ->  A and D
+exact-at-any-position           engine     find_variants
+    A == "exact" and B == C and D  ->  A == "exact" and D
 drift-sign                      fusion     apply_correction
     LayerKV(A - B, C - D)  ->  LayerKV(B - A, D - C)
 key-without-namespace           store      chunk_key
@@ -102,7 +102,7 @@ span-one-token-too-long         vllm       check_tokens_after_span
     A[1] >= B  ->  A[1] > B
 connector-key-without-namespace vllm       ChunkLookup._key
     chunk_key(A, B, C, D)  ->  chunk_key(A, B, C, "")
-no-token-left-to-sample         vllm       PromptMatcher.find_runs
+no-token-left-to-sample         vllm       ChunkLookup._match
     A and A[-1].end > B  ->  False
 deleted-while-fetched           vllm       _fetch_one
     self._store.num_deletes != A  ->  False

@@ -32,8 +32,10 @@ from ragblend.catalog.schema import (
     DOCUMENTS,
     FACTS,
     FILES,
+    HAS_VECTOR,
     INDEX_MARK,
     IS_INDEXED,
+    TEXTS,
     DocumentKey,
     equals_parameters,
     find_existing,
@@ -46,7 +48,11 @@ from ragblend.errors import NotFoundError, StoreMismatchError
 from ragblend.prompt.types import Chunk
 
 _CHUNK_ID = re.compile("[0-9a-f]{16}")
-_CHUNK_ROWS = select(CHUNKS, DOCUMENTS.c.id.label("source")).join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
+_CHUNK_ROWS = (
+    select(CHUNKS, DOCUMENTS.c.id.label("source"), (CHUNKS.c.before + TEXTS.c.text + CHUNKS.c.after).label("text"))
+    .join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
+    .join(TEXTS, TEXTS.c.key == CHUNKS.c.key)
+)
 _DOCUMENTS = (
     select(DOCUMENTS.c.id, DOCUMENTS.c.source, DOCUMENTS.c.version).where(IS_INDEXED).order_by(DOCUMENTS.c.number)
 )
@@ -55,13 +61,14 @@ _WITH_IDS = _CHUNK_ROWS.where(is_in_values(CHUNKS.c.id))
 _AROUND = _CHUNK_ROWS.where(
     CHUNKS.c.document == bindparam("document"), CHUNKS.c.ordinal.between(bindparam("first"), bindparam("last"))
 ).order_by(CHUNKS.c.ordinal)
-_IDS_SINCE = (
-    select(CHUNKS.c.id)
-    .where(CHUNKS.c.generation > bindparam("generation"))
-    .order_by(CHUNKS.c.document, CHUNKS.c.ordinal)
+_IDS_SINCE = select(CHUNKS.c.id, CHUNKS.c.document, CHUNKS.c.ordinal).where(
+    HAS_VECTOR, CHUNKS.c.generation > bindparam("generation")
 )
-_A_CHUNK_OF_EACH = select(func.min(CHUNKS.c.id)).where(is_in_values(CHUNKS.c.text_key)).group_by(CHUNKS.c.text_key)
-_KNOWN_KEYS = select(CHUNKS.c.text_key).where(is_in_values(CHUNKS.c.text_key)).distinct()
+_A_CHUNK_OF_EACH = (
+    select(CHUNKS.c.key, func.min(CHUNKS.c.id).label("id"))
+    .where(HAS_VECTOR, is_in_values(CHUNKS.c.key))
+    .group_by(CHUNKS.c.key)
+)
 _KNOWN_SOURCES = select(DOCUMENTS.c.id).where(IS_INDEXED, is_in_values(DOCUMENTS.c.id))
 _IS_TEXT = DELETIONS.c.text != ""
 _DELETE_EMPTY_FILE = delete(FILES).where(
@@ -144,7 +151,7 @@ class IndexedDocuments:
     @property
     def num_chunks(self) -> int:
         """Number of chunks."""
-        return int(self._rows(select(func.count()).select_from(CHUNKS))[0][0])
+        return int(self._rows(select(func.count()).select_from(CHUNKS).where(HAS_VECTOR))[0][0])
 
     def sources(self) -> list[str]:
         """Return the sources of all documents, in the order of their addition."""
@@ -188,7 +195,7 @@ class IndexedDocuments:
         The key of a text is `text_key(text.strip())`. Only one chunk of each text is read. A text without chunks, or
         whose chunk is damaged, is left out.
         """
-        return {row.text_key: row.vector for row in self._rows_with_texts(texts)}
+        return {row.key: row.vector for row in self._rows_with_texts(texts)}
 
     def find_chunks(self, texts: Iterable[str]) -> dict[str, Chunk]:
         """Return for each of `texts` a chunk with that text, by the text without white space at its ends.
@@ -205,13 +212,15 @@ class IndexedDocuments:
         found: list[Row[Any]] = []
         with self.read_transaction() as connection:
             for some in split_into_batches(dict.fromkeys(text_key(text.strip()) for text in texts)):
-                ids = connection.execute(_A_CHUNK_OF_EACH, {"values": some}).scalars().all()
+                ids = [row.id for row in connection.execute(_A_CHUNK_OF_EACH, {"values": some})]
                 found += filter(is_intact_chunk, self._rows(_WITH_IDS, values=ids))
         return found
 
     def row_ids(self, newer_than: int = -1) -> NDArray[np.int64]:
         """Return the row ids [n] of the chunks written after generation `newer_than`, in document order."""
-        return np.array([row.id for row in self._rows(_IDS_SINCE, generation=newer_than)], np.int64)
+        rows = self._rows(_IDS_SINCE, generation=newer_than)  # SQLite would read all chunks to sort them
+        ids, documents, ordinals = np.array([tuple(row) for row in rows], np.int64).reshape(-1, 3).T
+        return ids[np.lexsort((ordinals, documents))]
 
     def rows(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         """Return the chunk rows with these row ids, in no fixed order. Raises CorruptError for lost or damaged rows."""
@@ -236,7 +245,9 @@ class IndexedDocuments:
             rows = self._rows(select(DELETIONS).where(_IS_TEXT).order_by(DELETIONS.c.number))
             source_of = {row.text: row.source for row in reversed(rows)}
             key_of = {text: text_key(text.strip()) for text in source_of}
-            kept = find_existing(connection, _KNOWN_KEYS, set(key_of.values()))
+            kept = set[bytes]()
+            for some in split_into_batches(set(key_of.values())):
+                kept.update(row.key for row in connection.execute(_A_CHUNK_OF_EACH, {"values": some}))
             sources = dict.fromkeys(row.source for row in rows)
             there = find_existing(connection, _KNOWN_SOURCES, sources)
             return OrphanedTexts(
@@ -271,13 +282,12 @@ class IndexedDocuments:
             else:
                 connection.execute(update(DOCUMENTS).where(*is_named).values(**facts))
                 connection.execute(delete(CHUNKS).where(CHUNKS.c.document == number))
-            insert_rows(
-                connection,
-                CHUNKS,
-                (chunk_values(*item, number, place, generation) for place, item in enumerate(items.values())),
-            )
-            kept = {chunk.text for chunk, _ in items.values()}
-            self._record_orphans(connection, source, (row.text for row in old if row.text not in kept))
+            rows = [chunk_values(*item, number, place, generation) for place, item in enumerate(items.values())]
+            insert_rows(connection, CHUNKS, rows)
+            text_of = {text_key(text): text for chunk, _ in items.values() for text in [chunk.text.strip()]}
+            self.registry.add_texts(text_of)
+            lost = {row.key: row.text for row in old if row.key not in text_of}
+            self._record_orphans(connection, source, lost)
 
     def remove_document(self, source: str) -> int:
         """Remove a document. Return the number of its chunks. Raises NotFoundError for an unknown source."""
@@ -293,7 +303,7 @@ class IndexedDocuments:
             connection.execute(delete(CHUNKS).where(CHUNKS.c.document == found.number))
             records = connection.execute(select(FILES).where(FILES.c.path == found.source)).all()
             self.record_files(IngestedFile(record.path, "", record.top) for record in records)  # the file is read again
-            self._record_orphans(connection, source, (row.text for row in old))
+            self._record_orphans(connection, source, {row.key: row.text for row in old})
         return len(old)
 
     def record_files(self, records: Iterable[IngestedFile]) -> None:
@@ -306,10 +316,12 @@ class IndexedDocuments:
                 connection.execute(_DELETE_EMPTY_FILE, paths)
 
     def clear(self) -> None:
-        """Remove the index: all documents and facts. Stored KV and registered texts stay."""
+        """Remove the index: all documents and facts. Stored KV stays."""
         with self._write() as connection:
-            for table in (FILES, CHUNKS):
-                connection.execute(delete(table))
+            keys = connection.execute(select(CHUNKS.c.key).where(HAS_VECTOR).distinct()).scalars().all()
+            connection.execute(delete(CHUNKS).where(HAS_VECTOR))
+            self.registry.delete_unowned_texts(keys)
+            connection.execute(delete(FILES))
             connection.execute(delete(DOCUMENTS).where(IS_INDEXED))
             connection.execute(delete(DELETIONS).where(_IS_TEXT))
             connection.execute(delete(FACTS).where(FACTS.c.name.in_(("index", "generation"))))
@@ -337,11 +349,12 @@ class IndexedDocuments:
         self._put_fact("generation", str(generation))
         return generation
 
-    @staticmethod
-    def _record_orphans(connection: Connection, source: str, texts: Iterable[str]) -> None:
+    def _record_orphans(self, connection: Connection, source: str, lost: Mapping[bytes, str]) -> None:
+        """Record the texts that a document has lost, by their keys, and delete those that no document has."""
         # The table never reuses a number, so a reader can delete the rows it has read, and no later ones.
-        rows = ({"key": "", "tier": "", "source": source, "text": text} for text in dict.fromkeys(texts))
+        rows = ({"key": "", "tier": "", "source": source, "text": text} for text in lost.values())
         insert_rows(connection, DELETIONS, rows)
+        self.registry.delete_unowned_texts(lost)
 
     def _rows_with_ids(self, ids: Sequence[int]) -> Sequence[Row[Any]]:
         return [row for some in split_into_batches(ids) for row in self._intact_rows(_WITH_IDS, values=some)]

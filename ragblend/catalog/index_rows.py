@@ -46,7 +46,7 @@ def row_id(chunk_id: str) -> int:
 
 
 def as_chunk(row: Row[Any]) -> Chunk:
-    """Return the chunk of a row, which has the columns of CHUNKS and the document's `source`.
+    """Return the chunk of a row, which has the columns of CHUNKS, its `text` and the document's `source`.
 
     Raises CorruptError for metadata that are no JSON.
     """
@@ -72,15 +72,18 @@ def chunk_values(
     `document`: number of the document's row. `ordinal`: the chunk's position in the document, from 0. Raises UsageError
     for metadata that cannot be stored.
     """
+    text = chunk.text.strip()
+    start = chunk.text.find(text)
     return {
         "id": row_id(chunk.id),
         "document": document,
         "ordinal": ordinal,
         "start": chunk.start,
         "end": chunk.end,
-        "text": chunk.text,
+        "before": chunk.text[:start],
+        "after": chunk.text[start + len(text) :],
         "metadata": metadata_to_json(chunk.metadata, f"the metadata of {chunk.source!r}"),
         "vector": vector.astype("<f4").tobytes(),
         "generation": generation,
-        "text_key": text_key(chunk.text.strip()),
+        "key": text_key(text),
     }

@@ -1,8 +1,8 @@
 """`ChunkRegistry`: the chunks for which a store has KV, as texts, token ids and keys of entries.
 
-- Texts belong to documents (`DocumentKey`). Two texts are identical if they are equal after `strip()`. When the last
-  document releases a text, its KV can be deleted.
-- Token ids of a text are stored for each tokenizer and namespace. `KnownChunks` finds them in prompts.
+- Texts belong to documents (`DocumentKey`): a text lives while a document has a chunk with it. Two texts are identical
+  if they are equal after `strip()`. When the last document loses a text, its KV can be deleted.
+- Token ids of a text are stored for each tokenizer and namespace. `engine.matching` finds them in prompts.
 - Stored entries are recorded, so that `verify` reports missing ones. The chunk of each entry is recorded, so that the
   entries of a removed text are found without reading files.
 
@@ -23,16 +23,17 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from sqlalchemy import Connection, bindparam, delete, func, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, insert, select, update
 
 from ragblend.catalog.database import Catalog, resolve_catalog
 from ragblend.catalog.schema import (
+    CHUNKS,
     DELETIONS,
-    DOCUMENT_TEXTS,
     DOCUMENTS,
     ENTRIES,
     FACTS,
-    INDEX_MARK,
+    IS_INDEXED,
+    IS_OF_INDEX,
     IS_SENT,
     TEXTS,
     TOKEN_IDS,
@@ -58,15 +59,19 @@ _IDS_AFTER = (
 )
 _IDS_OF_NUMBER = select(TOKEN_IDS.c.ids).where(equals_parameters(TOKEN_IDS, "number"))
 _HAS_IDS = select(TOKEN_IDS.c.number).where(equals_parameters(TOKEN_IDS, "key"), *_OWNED_IDS)
-_DOCUMENT_WITH_IDS = (
-    select(DOCUMENT_TEXTS.c.id, DOCUMENT_TEXTS.c.key)
-    .join(TOKEN_IDS, TOKEN_IDS.c.key == DOCUMENT_TEXTS.c.key)
+_OF_DOCUMENT = equals_parameters(DOCUMENTS, *DocumentKey._fields)
+_IN_DOCUMENT = CHUNKS.c.document == DOCUMENTS.c.number
+_HAS_CHUNKS = exists(CHUNKS.c.document).where(_IN_DOCUMENT)
+_DOCUMENTS_WITH_IDS = (  # unsorted, for else SQLite reads all documents of the namespace in their order
+    select(DOCUMENTS.c.collection, DOCUMENTS.c.id, CHUNKS.c.key)
+    .join(CHUNKS, _IN_DOCUMENT)
+    .join(TOKEN_IDS, TOKEN_IDS.c.key == CHUNKS.c.key)
     .where(
         equals_parameters(TOKEN_IDS, "number"),
-        equals_parameters(DOCUMENT_TEXTS, "namespace"),
-        DOCUMENT_TEXTS.c.id != "",
+        equals_parameters(DOCUMENTS, "namespace"),
+        DOCUMENTS.c.id != "",
+        ~IS_INDEXED,
     )
-    .order_by(DOCUMENT_TEXTS.c.collection, DOCUMENT_TEXTS.c.id)
 )
 _TEXTS_WITH_IDS = (
     select(TEXTS.c.text, TOKEN_IDS.c.ids)
@@ -83,28 +88,44 @@ _OWNERS_OF_IDS = (
 _COUNT_IDS = select(func.count()).select_from(TOKEN_IDS).where(*_OWNED_IDS)
 _REMOVALS = "removals"
 _NUM_REMOVALS = select(FACTS.c.value).where(FACTS.c.name == _REMOVALS)
+_IS_VISIBLE = TEXTS.c.text != ""  # an index may have a blank chunk
 _HAS_TEXT = select(TEXTS.c.number).where(equals_parameters(TEXTS, "key"))
 _KNOWN_KEYS = select(TEXTS.c.key).where(is_in_values(TEXTS.c.key))
-_OWNED_KEYS = select(DOCUMENT_TEXTS.c.key).where(is_in_values(DOCUMENT_TEXTS.c.key))
-_STARTS_IN_DOCUMENT = select(DOCUMENT_TEXTS.c.key, DOCUMENT_TEXTS.c.start).where(
-    is_in_values(DOCUMENT_TEXTS.c.key), equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields)
-)
-_KEYS_OF_NAMESPACE = _OWNED_KEYS.where(
-    (DOCUMENT_TEXTS.c.namespace == bindparam("b_namespace"))
-    | DOCUMENT_TEXTS.c.collection.startswith(INDEX_MARK) & (DOCUMENT_TEXTS.c.id == "")
+_HAS_OWNER = exists(CHUNKS.c.document).where(CHUNKS.c.key == TEXTS.c.key)
+_OWNED_KEYS = _KNOWN_KEYS.where(_HAS_OWNER)
+_KEYS_OF_NAMESPACE = _KNOWN_KEYS.where(
+    _HAS_OWNER.where(_IN_DOCUMENT, (DOCUMENTS.c.namespace == bindparam("b_namespace")) | IS_OF_INDEX)
 )
 _KNOWN_ENTRIES = select(ENTRIES.c.key).where(is_in_values(ENTRIES.c.key))
 _STORED_ENTRIES = _KNOWN_ENTRIES.where(ENTRIES.c.fingerprint != "")
 _OF_ENTRY = equals_parameters(ENTRIES, "key")
+_NUMBER = select(DOCUMENTS.c.number).where(_OF_DOCUMENT)
 _TEXTS_OF = (
-    select(TEXTS.c.text, DOCUMENT_TEXTS.c.start)
-    .join(DOCUMENT_TEXTS, DOCUMENT_TEXTS.c.key == TEXTS.c.key)
-    .where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields))
+    select(TEXTS.c.text, CHUNKS.c.start)
+    .join(CHUNKS, CHUNKS.c.key == TEXTS.c.key)
+    .join(DOCUMENTS, _IN_DOCUMENT)
+    .where(_OF_DOCUMENT)
 )
-_DISOWN = delete(DOCUMENT_TEXTS).where(equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields, "key"))
-_OWNER_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
-_OWNERS_OF = select(*_OWNER_COLUMNS).where(equals_parameters(DOCUMENT_TEXTS, "key")).order_by(*_OWNER_COLUMNS)
-_OF_DOCUMENT = equals_parameters(DOCUMENTS, *DocumentKey._fields)
+_STARTS_OF = select(CHUNKS.c.key, CHUNKS.c.start).where(
+    equals_parameters(CHUNKS, "document"), is_in_values(CHUNKS.c.key)
+)
+_NEXT_ORDINAL = select(func.coalesce(func.max(CHUNKS.c.ordinal) + 1, 0)).where(equals_parameters(CHUNKS, "document"))
+_DISOWN = delete(CHUNKS).where(equals_parameters(CHUNKS, "document", "key"))
+_DELETE_IF_EMPTY = delete(DOCUMENTS).where(
+    equals_parameters(DOCUMENTS, "number"),
+    DOCUMENTS.c.version == "",
+    DOCUMENTS.c.source == "",
+    ~IS_SENT,
+    ~_HAS_CHUNKS,
+)
+_NAMES = [DOCUMENTS.c[name] for name in DocumentKey._fields]
+_OWNERS_OF = (
+    select(*_NAMES)
+    .join(CHUNKS, _IN_DOCUMENT)
+    .where(~IS_INDEXED, equals_parameters(CHUNKS, "key"))
+    .distinct()
+    .order_by(*_NAMES)
+)
 _FACTS = select(DOCUMENTS.c.version, DOCUMENTS.c.source).where(_OF_DOCUMENT)
 _CLEAR_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key", "tier"))
 _CANCEL_DELETION = delete(DELETIONS).where(equals_parameters(DELETIONS, "key"))
@@ -138,10 +159,10 @@ class ChunkRegistry(Catalog):
 
     def texts(self) -> Iterator[str]:
         """Yield the texts, stripped, in the order of addition."""
-        return (row.text for row in self._rows(select(TEXTS.c.text).order_by(TEXTS.c.number)))
+        return (row.text for row in self._rows(select(TEXTS.c.text).where(_IS_VISIBLE).order_by(TEXTS.c.number)))
 
     def __len__(self) -> int:
-        return int(self._rows(select(func.count()).select_from(TEXTS))[0][0])
+        return int(self._rows(select(func.count()).select_from(TEXTS).where(_IS_VISIBLE))[0][0])
 
     def __contains__(self, text: object) -> bool:
         return self._has_key(text_key(_normalize(text) if isinstance(text, str) else ""))
@@ -167,12 +188,14 @@ class ChunkRegistry(Catalog):
         return next((str(row.text) for row in self._rows(select(TEXTS.c.text).where(TEXTS.c.key == key))), "")
 
     def documents_of(self, text: str) -> list[DocumentKey]:
-        """Return the names of the documents that have a text."""
+        """Return the names of the documents that have a text, without those of the catalogue's index."""
         return [DocumentKey(*row) for row in self._rows(_OWNERS_OF, b_key=text_key(_normalize(text)))]
 
     def documents(self) -> dict[DocumentKey, int]:
-        """Return the number of texts of each document. Documents without texts are left out."""
-        query = select(*_OWNER_COLUMNS, func.count()).group_by(*_OWNER_COLUMNS).order_by(*_OWNER_COLUMNS)
+        """Return the number of texts of each document. Documents without texts, and those of the catalogue's index, are
+        left out."""
+        query = select(*_NAMES, func.count()).join(CHUNKS, _IN_DOCUMENT).where(~IS_INDEXED)
+        query = query.group_by(*_NAMES).order_by(*_NAMES)
         return {DocumentKey(*row[:-1]): row[-1] for row in self._rows(query)}
 
     # --- changing texts and documents: adding known texts writes nothing ---
@@ -189,34 +212,41 @@ class ChunkRegistry(Catalog):
         text_of: dict[bytes, str] = {}
         start_of: dict[DocumentKey, dict[bytes, int]] = {}
         for document, starts in documents.items():
-            normalized = {text: start for each, start in starts.items() if (text := _normalize(each))}
+            normalized = {text: start for given, start in starts.items() if (text := _normalize(given))}
             start_of[document] = {text_key(text): start for text, start in normalized.items()}
             text_of |= {text_key(text): text for text in normalized}
 
-        def missing_texts(connection: Connection) -> list[dict[str, object]]:
-            known = find_existing(connection, _KNOWN_KEYS, text_of)
-            return [{"key": key, "text": text} for key, text in text_of.items() if key not in known]
-
-        def missing_owners(connection: Connection) -> list[dict[str, object]]:
-            rows: list[dict[str, object]] = []
-            for document, starts in start_of.items():
-                known = dict[bytes, int]()
-                for some in split_into_batches(starts):
-                    found = connection.execute(_STARTS_IN_DOCUMENT, {**document.parameters(), "values": some})
-                    known.update((row.key, row.start) for row in found)
-                new = {key: start for key, start in starts.items() if known.get(key) != start}
-                rows += [{**document._asdict(), "key": key, "start": start} for key, start in new.items()]
-            return rows
-
         with self._locked() as connection:
-            if not missing_texts(connection) and not missing_owners(connection):
+            if not _find_missing_texts(connection, text_of) and not any(
+                _find_missing_chunks(connection, document, each) for document, each in start_of.items()
+            ):
                 return 0
             with self._write():  # another process may have inserted some rows
-                num_new = insert_rows(connection, TEXTS, missing_texts(connection))
-                if rows := missing_owners(connection):
-                    connection.execute(_DISOWN, [{f"b_{name}": value for name, value in row.items()} for row in rows])
-                    insert_rows(connection, DOCUMENT_TEXTS, rows)
+                num_new = self.add_texts(text_of)
+                for document, each in start_of.items():
+                    if new := _find_missing_chunks(connection, document, each):
+                        self._add_chunks(connection, document, new)
         return num_new
+
+    def add_texts(self, text_of: Mapping[bytes, str]) -> int:
+        """Add texts by their keys, inside of the transaction that adds their chunks. Return the number of new ones."""
+        with self._write() as connection:
+            new = _find_missing_texts(connection, text_of)
+            return insert_rows(connection, TEXTS, ({"key": key, "text": text_of[key]} for key in new))
+
+    @staticmethod
+    def _add_chunks(connection: Connection, document: DocumentKey, starts: Mapping[bytes, int]) -> None:
+        """Add chunks to a document, in place of those with the same texts. starts: offsets by the texts' keys."""
+        number = _find_number(connection, document)
+        if number is None:
+            inserted = connection.execute(insert(DOCUMENTS), document._asdict()).inserted_primary_key
+            assert inserted is not None
+            number = inserted[0]
+        else:
+            connection.execute(_DISOWN, [{"b_document": number, "b_key": key} for key in starts])
+        first = connection.execute(_NEXT_ORDINAL, {"b_document": number}).scalar_one()
+        rows = ({"document": number, "key": key, "start": start} for key, start in starts.items())
+        insert_rows(connection, CHUNKS, ({**row, "ordinal": first + place} for place, row in enumerate(rows)))
 
     def facts_of(self, document: DocumentKey) -> DocumentFacts:
         """Return the version and the source of a document that `set_facts` recorded."""
@@ -224,53 +254,51 @@ class ChunkRegistry(Catalog):
         return DocumentFacts(*rows[0]) if rows else DocumentFacts()
 
     def set_facts(self, facts: Mapping[DocumentKey, DocumentFacts]) -> None:
-        """Record the version and the source of documents. The record of a document without both is removed."""
+        """Record the version and the source of documents. A document without both and without chunks is removed."""
         if facts:
             with self._write() as connection:
-                keys = [document.parameters() for document in facts]
-                connection.execute(delete(DOCUMENTS).where(_OF_DOCUMENT, ~IS_SENT), keys)
-                changed = update(DOCUMENTS).where(_OF_DOCUMENT)
                 for document, each in facts.items():
-                    values = each._asdict()
-                    is_sent = connection.execute(changed.values(**values), document.parameters()).rowcount
-                    if not is_sent and any(each):
+                    values, key = each._asdict(), document.parameters()
+                    is_known = connection.execute(update(DOCUMENTS).where(_OF_DOCUMENT).values(**values), key).rowcount
+                    if not is_known and any(each):
                         insert_rows(connection, DOCUMENTS, [{**document._asdict(), **values}])
+                    elif is_known and not any(each):
+                        connection.execute(_DELETE_IF_EMPTY, {"b_number": _find_number(connection, document)})
 
     def remove_from_documents(self, texts_of: Mapping[DocumentKey, Iterable[str]], namespace: str) -> list[str]:
         """Remove texts from documents. Return those that neither an index nor a document of `namespace` has any more.
 
         Their token ids for the namespace are deleted. Texts that no document has are deleted with all token ids.
         """
-        text_of: dict[bytes, str] = {}
-        owners: list[dict[str, object]] = []
-        for document, texts in texts_of.items():
-            for text in map(_normalize, texts):
-                text_of[text_key(text)] = text
-                owners.append({**document.parameters(), "b_key": text_key(text)})
-        if not owners:
+        lost = {name: {text_key(text): text for text in map(_normalize, texts)} for name, texts in texts_of.items()}
+        text_of = {key: text for texts in lost.values() for key, text in texts.items()}
+        if not text_of:
             return []
         with self._write() as connection:
-            connection.execute(_DISOWN, owners)
+            for document, texts in lost.items():
+                number = _find_number(connection, document)
+                if number is not None and texts:
+                    connection.execute(_DISOWN, [{"b_document": number, "b_key": key} for key in texts])
+                    connection.execute(_DELETE_IF_EMPTY, {"b_number": number})
             released = set(text_of) - find_existing(connection, _KEYS_OF_NAMESPACE, text_of, b_namespace=namespace)
-            others = find_existing(connection, _OWNED_KEYS, released)
-            self.delete_texts(text_of[key] for key in released - others)
+            others = self.delete_unowned_texts(released)
             if others:
                 values = [{"b_namespace": namespace, "b_key": key} for key in others]
                 connection.execute(delete(TOKEN_IDS).where(equals_parameters(TOKEN_IDS, "namespace", "key")), values)
                 self._count_removal(connection)
         return [text for key, text in text_of.items() if key in released]
 
-    def delete_texts(self, texts: Iterable[str]) -> int:
-        """Delete texts from all documents. Return the number of deleted texts."""
-        keys = [{"b_key": key} for key in dict.fromkeys(text_key(_normalize(text)) for text in texts)]
-        if not keys:
-            return 0
+    def delete_unowned_texts(self, keys: Iterable[bytes]) -> set[bytes]:
+        """Delete those of the texts with these keys that no document has, with all of their token ids. Return the keys
+        of the others. Call it in the transaction that removes chunks."""
+        keys = {*keys}
         with self._write() as connection:
-            num_removed = len(find_existing(connection, _KNOWN_KEYS, (key["b_key"] for key in keys)))
-            for table in (TEXTS, DOCUMENT_TEXTS, TOKEN_IDS):
-                connection.execute(delete(table).where(equals_parameters(table, "key")), keys)
-            self._count_removal(connection)
-            return num_removed
+            owned = find_existing(connection, _OWNED_KEYS, keys)
+            if unowned := [{"b_key": key} for key in keys - owned]:
+                for table in (TEXTS, TOKEN_IDS):
+                    connection.execute(delete(table).where(equals_parameters(table, "key")), unowned)
+                self._count_removal(connection)
+            return owned
 
     def write_transaction(self) -> AbstractContextManager[Connection]:
         """Apply all changes of the block, or none. No other thread or process can change the catalogue inside it. Keep
@@ -352,8 +380,9 @@ class ChunkRegistry(Catalog):
 
         Documents that only their text identifies are left out.
         """
-        rows = self._rows(_DOCUMENT_WITH_IDS, b_number=number, b_namespace=namespace)
-        return next((str(row.id) for row in rows if row.id != row.key.hex()), "")
+        rows = self._rows(_DOCUMENTS_WITH_IDS, b_number=number, b_namespace=namespace)
+        named = [(str(row.collection), str(row.id)) for row in rows if row.id != row.key.hex()]
+        return min(named)[1] if named else ""
 
     def count_tokenized_texts(self, tokenizer: str, namespace: str) -> int:
         """Return the number of texts with token ids for a tokenizer and a namespace."""
@@ -539,6 +568,30 @@ def open_registry(store: Any, *, create: bool = True) -> ChunkRegistry:
         if (registry := _IN_MEMORY.get(store)) is None:  # `setdefault` would create a database at every call
             registry = _IN_MEMORY[store] = ChunkRegistry()
         return registry
+
+
+def _find_missing_texts(connection: Connection, keys: Collection[bytes]) -> list[bytes]:
+    """Return those of the keys of texts that no text has."""
+    known = find_existing(connection, _KNOWN_KEYS, keys)
+    return [key for key in keys if key not in known]
+
+
+def _find_missing_chunks(
+    connection: Connection, document: DocumentKey, starts: Mapping[bytes, int]
+) -> dict[bytes, int]:
+    """Return the chunks that a document lacks, or has at another offset. `starts`: offsets by the texts' keys."""
+    number = _find_number(connection, document)
+    known = dict[bytes, int]()
+    for some in split_into_batches(starts if number is not None else ()):
+        rows = connection.execute(_STARTS_OF, {"b_document": number, "values": some})
+        known.update((row.key, row.start) for row in rows)
+    return {key: start for key, start in starts.items() if known.get(key) != start}
+
+
+def _find_number(connection: Connection, document: DocumentKey) -> int | None:
+    """Return the number of a document's row; None without one."""
+    number: int | None = connection.execute(_NUMBER, document.parameters()).scalar()
+    return number
 
 
 def _keys_without_ids(connection: Connection, keys: Collection[bytes], owner: Mapping[str, str]) -> list[bytes]:

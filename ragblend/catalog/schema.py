@@ -36,9 +36,10 @@ INDEX_MARK = "index:"
 
 
 class DocumentKey(NamedTuple):
-    """Key of a document in the registry: its collection, its id, and the namespace that it belongs to.
+    """Key of a document in a catalogue: its collection, its id, and the namespace that it belongs to.
 
-    Each index has one document for all its texts, with collection `ChunkIndex.collection`, id "" and namespace "".
+    A document of the index that the catalogue has: INDEX_MARK, its source and "". An index in another catalogue is one
+    document here, with all texts of which the store has KV: `ChunkIndex.collection`, "" and "".
     """
 
     collection: str = ""
@@ -48,11 +49,6 @@ class DocumentKey(NamedTuple):
     def parameters(self) -> dict[str, object]:
         """Return the parameters of a statement with the condition `equals_parameters(table, *DocumentKey._fields)`."""
         return {f"b_{name}": value for name, value in self._asdict().items()}
-
-    @property
-    def is_index(self) -> bool:
-        """True for the document to which all texts of an index belong."""
-        return self.collection.startswith(INDEX_MARK) and not self.id
 
 
 class DocumentFacts(NamedTuple):
@@ -123,23 +119,15 @@ def _table(name: str, *columns: Column[Any] | UniqueConstraint, key: str = "") -
     return Table(name, METADATA, *columns, sqlite_autoincrement=is_numbered, sqlite_with_rowid=not key)
 
 
-def _partial_index(name: str, *columns: Column[Any], where: ColumnElement[bool]) -> Index:
+def _partial_index(name: str, *columns: Column[Any], where: ColumnElement[bool], unique: bool = False) -> Index:
     """Create an index of the rows that meet the condition `where`."""
-    return Index(name, *columns, sqlite_where=where, postgresql_where=where)
+    return Index(name, *columns, unique=unique, sqlite_where=where, postgresql_where=where)
 
 
 FACTS = Table("facts", METADATA, Column("name", TEXT, primary_key=True), _text("value"))
 """Facts of the catalogue and of its index, and the names of models by fingerprint."""
 TEXTS = _table("texts", _number(), Column("key", BLOB, nullable=False, unique=True), _text("text"))
-DOCUMENT_TEXTS = _table(
-    "document_texts",
-    *(_text(name) for name in DocumentKey._fields),
-    _blob("key"),
-    Column("start", INTEGER, nullable=False),
-    key="collection id namespace key",
-)
-"""The documents that each text belongs to. `start`: the text's offset in the document, in characters; 0 if unknown."""
-Index("document_texts_by_key", DOCUMENT_TEXTS.c.key)
+"""The texts of chunks, without white space at their ends. A text lives while a row of CHUNKS has its key."""
 ENTRIES = _table(
     "entries", *(_text(name) for name in ("key", "fingerprint", "namespace")), Column("ids_hash", BLOB), key="key"
 )
@@ -180,16 +168,18 @@ DOCUMENTS = _table(
     *(Column(name, INTEGER, nullable=False, server_default="0") for name in SentDocumentCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
 )
-"""Documents with a source, a version or a status.
+"""Documents with chunks, a source, a version or a status.
 
 - Of an index: `collection` is INDEX_MARK, `id` the document's source, `source` its file, `version` its content hash.
-- Of frameworks: `source` and `version` are its DocumentFacts. A document without both has no row.
+- Of frameworks: `source` and `version` are its DocumentFacts.
 - Sent to a server: `ingestion` is not "". `sent_version` was sent last, `stored_version` stored last. `body` is set
   while it waits. It has DocumentFacts, too, once it is stored.
 """
 Index("documents_by_source", DOCUMENTS.c.source)
 IS_INDEXED = and_(DOCUMENTS.c.namespace == "", DOCUMENTS.c.collection == INDEX_MARK)
 """Condition for the documents of an index."""
+IS_OF_INDEX = DOCUMENTS.c.collection.startswith(INDEX_MARK) & (IS_INDEXED | (DOCUMENTS.c.id == ""))
+"""Condition for the documents of an index of this or of another catalogue, whose texts every namespace keeps."""
 IS_SENT = DOCUMENTS.c.ingestion != ""
 """Condition for the documents that clients sent to a server."""
 _partial_index("documents_waiting", DOCUMENTS.c.namespace, DOCUMENTS.c.number, where=DOCUMENTS.c.body.is_not(None))
@@ -206,20 +196,33 @@ LEASES = Table(
 """The server that works on each document, and the end of its lease."""
 FILES = _table("files", _text("path"), _text("version"), _text("top"), key="path")
 """The files from which the documents of the index came."""
-CHUNKS = _table(
+CHUNKS = Table(
     "chunks",
-    Column("id", INTEGER, primary_key=True, autoincrement=False),
-    *(Column(name, INTEGER, nullable=False) for name in ("document", "ordinal", "start", "end")),
-    _text("text"),
-    _text("metadata"),
-    _blob("vector"),
-    Column("generation", INTEGER, nullable=False),
-    _blob("text_key"),
+    METADATA,
+    *(Column(name, INTEGER, nullable=False) for name in ("document", "ordinal")),
+    _blob("key"),
+    *(Column(name, INTEGER, nullable=False, server_default="0") for name in ("start", "end")),
+    *(Column(name, TEXT, nullable=False, server_default="") for name in ("before", "after", "metadata")),
+    Column("id", INTEGER),
+    Column("vector", BLOB),
+    Column("generation", INTEGER),
     UniqueConstraint("document", "ordinal"),
 )
-Index("chunks_by_text", CHUNKS.c.text_key)
+"""The chunks of documents: the number of the document, and the key of the text.
+
+- start, end: offsets of the chunk in the document, in characters; 0 if unknown.
+- before, after: the white space around the text.
+- id, vector, generation: of the chunks of an index (see `IndexedDocuments`), NULL for others.
+"""
+Index("chunks_by_text", CHUNKS.c.key, CHUNKS.c.document)
+HAS_VECTOR = CHUNKS.c.id.is_not(None)
+"""Condition for the chunks of an index."""
+_partial_index("chunks_by_id", CHUNKS.c.id, where=HAS_VECTOR, unique=True)
+_partial_index("chunks_with_vector_by_text", CHUNKS.c.key, CHUNKS.c.id, where=HAS_VECTOR)
 # A search lists new chunks from this index alone, without reading texts and vectors.
-Index("chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal)
+_partial_index(
+    "chunks_by_generation", CHUNKS.c.generation, CHUNKS.c.document, CHUNKS.c.ordinal, CHUNKS.c.id, where=HAS_VECTOR
+)
 
 
 class PendingDeletion(NamedTuple):

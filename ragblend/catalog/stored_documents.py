@@ -1,6 +1,6 @@
 """The documents of a store by name: those of its index, and those that frameworks and clients of a server have added.
 
-Three tables of the catalogue list them. The functions here join these tables. Depends on rows, not on KV.
+Depends on rows, not on KV.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from sqlalchemy import Row, and_, bindparam, case, func, select, tuple_
+from sqlalchemy import case, func, select, tuple_
 
 from ragblend.catalog.database import STREAMED
 from ragblend.catalog.documents import IndexedDocuments
@@ -19,11 +19,12 @@ from ragblend.catalog.index_rows import LANGCHAIN_SOURCE
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, hash_ids, open_registry
 from ragblend.catalog.schema import (
     CHUNKS,
-    DOCUMENT_TEXTS,
     DOCUMENTS,
     ENTRIES,
+    INDEX_MARK,
     IS_INDEXED,
     IS_SENT,
+    TEXTS,
     TOKEN_IDS,
     DocumentKey,
     equals_parameters,
@@ -62,20 +63,19 @@ class StoredDocument(NamedTuple):
 
 
 _ID_BYTES = 4  # of one token id
-_KEY_COLUMNS = [DOCUMENT_TEXTS.c[name] for name in DocumentKey._fields]
-_OF_NAMES = equals_parameters(DOCUMENT_TEXTS, *DocumentKey._fields)
-_ADDED_KEYS = select(DOCUMENT_TEXTS.c.key).where(_OF_NAMES)
+_KEYS_OF = (
+    select(CHUNKS.c.key)
+    .join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
+    .where(equals_parameters(DOCUMENTS, *DocumentKey._fields))
+)
+_NUM_CHUNKS = select(func.count()).where(CHUNKS.c.document == DOCUMENTS.c.number).scalar_subquery()
+_STATUS = (case((IS_SENT, STATUS), else_="").label("status"), DOCUMENTS.c.reason)
 _FIRST_METADATA = func.max(case((CHUNKS.c.ordinal == 0, CHUNKS.c.metadata))).label("metadata")
 _INDEXED = (
     select(DOCUMENTS.c.id, DOCUMENTS.c.source, func.count(CHUNKS.c.id).label("num_chunks"), _FIRST_METADATA)
     .where(IS_INDEXED)
     .outerjoin(CHUNKS, CHUNKS.c.document == DOCUMENTS.c.number)
     .group_by(DOCUMENTS.c.number, DOCUMENTS.c.id, DOCUMENTS.c.source)
-)
-_INDEXED_KEYS = (
-    select(CHUNKS.c.text_key)
-    .join(DOCUMENTS, DOCUMENTS.c.number == CHUNKS.c.document)
-    .where(IS_INDEXED, DOCUMENTS.c.id == bindparam("b_source"))
 )
 _IDS_OF_TEXTS = select(TOKEN_IDS.c.key, TOKEN_IDS.c.ids).where(
     is_in_values(TOKEN_IDS.c.key), equals_parameters(TOKEN_IDS, "namespace")
@@ -105,7 +105,6 @@ def list_documents(
     for each in (
         *_list_indexed(index, namespace, collection, after),
         *_list_added(registry, namespace, collection, after, limit, with_indexes=index is None),
-        *_list_sent(registry, namespace, collection, after, limit),
     ):
         found[each.key] = found[each.key].joined_with(each) if each.key in found else each
     return [found[key] for key in sorted(found)][:limit]
@@ -139,37 +138,19 @@ def _list_added(
     *,
     with_indexes: bool,
 ) -> list[StoredDocument]:
-    columns = DOCUMENT_TEXTS.c
-    chosen = [tuple_(columns.collection, columns.id) > after, *([] if with_indexes else [columns.id != ""])]
-    chosen += [columns.namespace == namespace] if namespace is not None else []
-    chosen += [columns.collection == collection] if collection is not None else []
-    counted = select(*_KEY_COLUMNS, func.count().label("num")).where(*chosen).group_by(*_KEY_COLUMNS)
-    found = counted.order_by(*_KEY_COLUMNS).limit(limit).subquery()
-    keys = [found.c[name] for name in DocumentKey._fields]
-    same = and_(*(found.c[name] == DOCUMENTS.c[name] for name in DocumentKey._fields))
-    source = func.coalesce(DOCUMENTS.c.source, "").label("source")
-    rows = registry._rows(select(*keys, source, found.c.num).outerjoin_from(found, DOCUMENTS, same))
-    return [StoredDocument(_key(row), row.source, row.num) for row in rows]
-
-
-def _list_sent(
-    registry: ChunkRegistry, namespace: str | None, collection: str | None, after: tuple[str, str], limit: int | None
-) -> list[StoredDocument]:
     columns = DOCUMENTS.c
-    chosen = [IS_SENT, tuple_(columns.collection, columns.id) > after]
+    chosen = [tuple_(columns.collection, columns.id) > after, ~IS_INDEXED, IS_SENT | (_NUM_CHUNKS > 0)]
+    chosen += [] if with_indexes else [columns.id != ""]
     chosen += [columns.namespace == namespace] if namespace is not None else []
     chosen += [columns.collection == collection] if collection is not None else []
-    names = [columns[name] for name in (*DocumentKey._fields, "metadata", "reason")]
-    query = select(*names, STATUS.label("status")).where(*chosen).order_by(columns.collection, columns.id).limit(limit)
+    names = [columns[name] for name in (*DocumentKey._fields, "source", "metadata")]
+    query = select(*names, *_STATUS, _NUM_CHUNKS.label("num_chunks")).where(*chosen)
     found = []
-    for row in registry._rows(query):
-        source = str(json.loads(row.metadata).get("source") or "")
-        found.append(StoredDocument(_key(row), source, 0, "", row.status, row.reason))
+    for row in registry._rows(query.order_by(columns.collection, columns.id, columns.namespace).limit(limit)):
+        source = row.source or (json.loads(row.metadata).get("source") if row.metadata else "")
+        key = DocumentKey(row.collection, row.id, row.namespace)
+        found.append(StoredDocument(key, str(source or ""), row.num_chunks, "", row.status, row.reason))
     return found
-
-
-def _key(row: Row[Any]) -> DocumentKey:
-    return DocumentKey(row.collection, row.id, row.namespace)
 
 
 def count_by_collection(registry: ChunkRegistry) -> dict[str, dict[str, int]]:
@@ -187,19 +168,25 @@ def count_by_collection(registry: ChunkRegistry) -> dict[str, dict[str, int]]:
 
 
 def ids_beginning_with(registry: ChunkRegistry, prefix: str, collection: str, namespace: str) -> list[str]:
-    """Return the ids of a collection's added documents that begin with `prefix`, which is not empty."""
-    columns = DOCUMENT_TEXTS.c
+    """Return the ids of a collection's documents with chunks that begin with `prefix`, which is not empty."""
+    columns = DOCUMENTS.c
     behind = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-    chosen = (columns.collection == collection, columns.id >= prefix, columns.id < behind)
-    query = select(columns.id).where(*chosen, columns.namespace == namespace).distinct().order_by(columns.id)
-    return [row.id for row in registry._rows(query)]
+    chosen = (
+        columns.namespace == namespace,
+        columns.collection == collection,
+        columns.id >= prefix,
+        columns.id < behind,
+        _NUM_CHUNKS > 0,
+    )
+    return [row.id for row in registry._rows(select(columns.id).where(*chosen).order_by(columns.id))]
 
 
 def find_text_keys(document: StoredDocument, registry: ChunkRegistry, index: IndexedDocuments | None) -> set[bytes]:
     """Return the keys of a document's texts."""
-    found = {row.key for row in registry._rows(_ADDED_KEYS, **document.key.parameters())}
+    found = {row.key for row in registry._rows(_KEYS_OF, **document.key.parameters())}
     if index is not None and document.index_source:
-        found.update(row.text_key for row in index._rows(_INDEXED_KEYS, b_source=document.index_source))
+        key = DocumentKey(INDEX_MARK, document.index_source)
+        found.update(row.key for row in index._rows(_KEYS_OF, **key.parameters()))
     return found
 
 
@@ -258,15 +245,8 @@ def hash_token_ids(registry: ChunkRegistry, keys: AbstractSet[bytes]) -> dict[by
 
 
 def live_text_keys(registry: ChunkRegistry, index: IndexedDocuments | None) -> set[bytes]:
-    """Return the keys of the texts that documents have.
-
-    index: the documents of the index in the store's folder. Its texts are those of its chunks; the registry may also
-    have texts of an index that this one replaced. In a shared catalogue, the registry decides for all
-    indexes, because they are on other machines.
-    """
-    found, query = set[bytes](), select(DOCUMENT_TEXTS.c.key).distinct()
-    if index is not None:
-        found.update(row.text_key for row in index._rows(select(CHUNKS.c.text_key).distinct()))
-        query = query if registry.is_shared else query.where(DOCUMENT_TEXTS.c.id != "")
-    found.update(row.key for row in registry._rows(query))
+    """Return the keys of the texts that documents have. index: the documents of the index in the store's folder."""
+    found = {row.key for row in registry._rows(select(TEXTS.c.key))}
+    if index is not None and index.registry.key != registry.key:
+        found.update(row.key for row in index._rows(select(TEXTS.c.key)))
     return found

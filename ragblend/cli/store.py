@@ -270,7 +270,7 @@ def gc(
     settings: Settings,
     max_size: Annotated[str | None, typer.Option("--max-size", help="Largest size to keep, e.g. 20GiB.")] = None,
     orphans: Annotated[
-        bool, typer.Option("--orphans", help="Also remove KV, texts and pins of chunks that no document has.")
+        bool, typer.Option("--orphans", help="Also remove KV and pins of chunks that no document has.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed and remove nothing.")] = False,
     json_: JsonOption = False,
@@ -285,8 +285,7 @@ def gc(
     kept = format_bytes(result.kept_bytes)
     text = f"{plural(len(result.evicted), 'KV cache')}, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
     if orphans:
-        gone = "would go" if dry_run else "gone"
-        text += f"; {plural(len(result.texts), 'registered text')} and {plural(len(result.pins), 'pin')} {gone}"
+        text += f"; {plural(len(result.pins), 'pin')} {'would go' if dry_run else 'gone'}"
     print_result({**result._asdict(), "dry_run": dry_run}, text, json_)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, Unpack, runtime_checkable
 
-from ragblend.engine.agreement import ShadowCounters
-from ragblend.engine.report import Generation
+from ragblend.engine.report import Generation, ShadowCounters
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.tuning.calibration import CalibrationCache
-from ragblend.options import ContextPolicy, GenerationKeywords
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import ContextPolicy
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import MatchedPrompt, Part, Prompt
 
@@ -110,6 +110,19 @@ class IngestingEngine(Protocol):
     """Engine that prefills and stores several chunks in one call."""
 
     def precompute_all(self, chunks: Sequence[Part]) -> Iterable[int]: ...  # bytes stored for each chunk
+
+
+@runtime_checkable
+class MeasurableEngine(Engine, Protocol):
+    """Engine in this process whose prefill shows the logits, so that blends can be compared with full prefill.
+
+    `request` takes the fields of GenerationOptions as keywords and returns an EngineRequest, `prefill` a PrefillResult.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+    def request(self, prompt: Prompt, **options: Unpack[GenerationKeywords]) -> Any: ...
+    def prefill(self, request: Any) -> Any: ...
 
 
 @runtime_checkable

@@ -16,12 +16,12 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, NoReturn, Self
 
-from ragblend.catalog.known_chunks import find_runs_of, open_known_chunks
 from ragblend.catalog.registry import open_registry
-from ragblend.engine.agreement import ShadowCounters
 from ragblend.engine.entry_records import record_entries_on_put, run_deletions, schedule_deletions
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
+from ragblend.engine.matching import open_known_chunks
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
+from ragblend.engine.report import ShadowCounters
 from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key
@@ -33,29 +33,6 @@ from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
 
 log = logging.getLogger(__name__)
-
-LEAST_QUOTE = 64
-"""Least tokens of a run at the end of the user's turn that counts as a document; a shorter run is a quotation."""
-
-
-def last_turn_end(token_ids: Sequence[int], tail_ids: Sequence[int]) -> int:
-    """Return the position at which a prompt's last user turn ends.
-
-    It is the start of `tail_ids` if the prompt ends with them, else the end of the prompt.
-
-    >>> last_turn_end([5, 6, 7, 1, 2], [1, 2]), last_turn_end([5, 6, 7], [1, 2])
-    (3, 3)
-    """
-    num_tail = len(tail_ids)
-    return len(token_ids) - (num_tail if num_tail and list(token_ids[-num_tail:]) == list(tail_ids) else 0)
-
-
-def ends_with_quotation(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> bool:
-    """Return True if the last of `runs` (parts of chunks) is short and ends the last user turn.
-
-    Such a run may be a quotation in the question. `tail_ids`: see `last_turn_end`.
-    """
-    return bool(runs) and runs[-1].num_tokens < LEAST_QUOTE and runs[-1].end >= last_turn_end(token_ids, tail_ids)
 
 
 def default_context_policy(num_layers: int) -> ContextPolicy:
@@ -214,6 +191,7 @@ class LocalEngine(EngineBase, ABC):
         if context is not None:
             CONTEXT.validate("context", context)
         known = context or store.read_context_policy()
+        self.num_layers = num_layers
         self.default_context = default_context_policy(num_layers)
         self.context: ContextPolicy = known or self.default_context
         self._knows_context = known is not None
@@ -228,24 +206,14 @@ class LocalEngine(EngineBase, ABC):
     def match(self, prompt: Prompt) -> MatchedPrompt:
         """Return the ids that the model reads for `prompt`, and the runs of known chunks in them.
 
-        A run is a part of a chunk. Chunks that the prompt names are matched even if they are unknown, so that they are
-        stored for later requests. A run that ends the last user turn and has fewer than LEAST_QUOTE tokens may be a
-        quotation in the question. It is left out, unless the prompt names its chunk and has no other run of that chunk.
+        A run is a part of a chunk (see `KnownChunks.match`). Chunks that the prompt names are matched even if they are
+        unknown, so that they are stored for later requests.
         """
         self.check_not_forked()
         start_s = perf_counter()
         token_ids = self.renderer.render(prompt)
         named = {ids: chunk for chunk in prompt.chunks if (ids := self.renderer.chunk_ids(chunk.text))}
-        runs = self.known_chunks.find_runs(token_ids)
-        if unknown := [ids for ids, chunk in named.items() if chunk.text not in self.known_chunks]:
-            runs += [part for run in find_runs_of(unknown, token_ids) for part in run.without(runs)]
-            runs.sort(key=lambda run: run.start)
-        runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]
-        tail_ids = self.renderer.tail_ids if prompt.is_chat else ()
-        if ends_with_quotation(runs, token_ids, tail_ids):
-            is_elsewhere = any(run.chunk_ids == runs[-1].chunk_ids for run in runs[:-1])
-            if is_elsewhere or runs[-1].chunk is None:
-                runs.pop()
+        runs = self.known_chunks.match(token_ids, self.renderer.tail_ids if prompt.is_chat else (), named)
         prefix_ids = self._own_prefix(token_ids, prompt)
         return MatchedPrompt(token_ids, tuple(runs), prefix_ids, perf_counter() - start_s)
 

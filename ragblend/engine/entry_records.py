@@ -2,8 +2,9 @@
 
 Each entry of a disk tier is recorded when it is stored, so that a removal finds the entries of a text without reading
 files. Every removal, replacement, collection of garbage and change of the context policy calls `schedule_deletions`
-with the keys of the entries that it leaves, in the transaction that removes their texts, and then `run_deletions`,
-which deletes the entries. After a kill, or while a remote tier does not answer, the records stay, and the next run
+with the keys of the entries that it leaves, and then `run_deletions`, which deletes the entries. Documents of an index
+are removed in an earlier transaction, which records their texts; other callers remove the texts in the transaction
+that schedules. After a kill, or while a remote tier does not answer, the records stay, and the next run
 continues. Storing an entry again cancels its deletion. Depends on a store and its registry, not on models or texts.
 """
 
@@ -38,7 +39,7 @@ def schedule_deletions(source_of: Mapping[str, str], store: KVStore, registry: C
     """Record entries that `run_deletions` has to delete from every tier of `store`. They count as stored no more.
 
     source_of: for each entry's key, the document that had its text; "" if unknown. Call it in the transaction of
-    `registry` that removes the texts, so that a kill leaves either the texts or the records.
+    `registry` that removes the texts, or their records, so that a kill leaves either of them or these records.
     """
     tiers = _deletion_tiers(store, registry)
     with registry.write_transaction():

@@ -22,7 +22,8 @@ from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.tuning.calibration import RuleFit
-from ragblend.options import GenerationKeywords, GenerationOptions, Mode
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
 

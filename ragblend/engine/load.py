@@ -14,15 +14,8 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.options import (
-    MODEL_NAMES,
-    TIER_NAMES,
-    LoadKeywords,
-    LoadOptions,
-    ModelOptions,
-    TierOptions,
-    is_server_url,
-)
+from ragblend.option_keywords import LoadKeywords
+from ragblend.options import MODEL_NAMES, TIER_NAMES, LoadOptions, ModelOptions, TierOptions, is_server_url
 from ragblend.redaction import has_secret, redact_url
 
 if TYPE_CHECKING:

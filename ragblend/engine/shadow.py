@@ -13,9 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
-from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.api import Stream
-from ragblend.engine.report import BlendReport, Generation
+from ragblend.engine.report import BlendReport, Generation, ShadowCounters, ShadowReport
 from ragblend.options import SHADOW
 
 log = logging.getLogger(__name__)

@@ -104,7 +104,7 @@ def delete_stale_kv(chunks: Collection[Chunk], engine: Engine, registry: ChunkRe
 def keys_to_delete(texts: Iterable[str], engine: DocumentEngine, registry: ChunkRegistry) -> dict[str, str]:
     """Return {entry key: removed text} of the entries to delete if `texts` are removed, in the order of deletion.
 
-    These are the entries of `texts` in the engine's namespace that are known on this machine, for all models and
+    These are the entries of `texts` in the engine's namespace that the catalogue has recorded, for all models and
     prefixes, and all variants for this engine, which a remote tier may have.
     """
     text_of = {engine.renderer.chunk_ids(text): text for text in texts}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
+from ragblend.catalog import sent_documents
 from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id, text_key
-from ragblend.catalog.sent_documents import SentDocumentTable
 from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_short_texts, find_text_keys
 from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
 from ragblend.engine.api import DocumentEngine, RemoteEngine
@@ -172,10 +172,9 @@ def remove_stored_documents(
     if not added or engine is None:
         return removal
     num_removed = _delete_added([each.key for each in added], engine)
-    if (place := catalog_location(engine.store)) is not None:
-        with SentDocumentTable(place) as sent:
-            for collection, group in groupby(sorted(each.key for each in added), lambda key: key.collection):
-                sent.remove(engine.namespace, collection, [key.id for key in group])
+    with open_registry(engine.store) as registry:
+        for collection, group in groupby(sorted(each.key for each in added), lambda key: key.collection):
+            sent_documents.remove(registry, engine.namespace, collection, [key.id for key in group])
     num_chunks = sum(each.num_chunks for each in added if not each.index_source)
     return Removal(removal.num_chunks + num_chunks, removal.num_kv + num_removed)
 

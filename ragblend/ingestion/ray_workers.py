@@ -17,10 +17,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.engine.api import Engine
+from ragblend.engine.matching import KnownChunks
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreMismatchError, UsageError
 from ragblend.files.places import expand_user_path

@@ -18,14 +18,16 @@ from ragblend.corpus.citations import describe_chunk, describe_source, quote_beg
 from ragblend.engine.fusion.fuse import relative_deviation
 from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.generation import EngineKeywords, EngineRequest, GenerationStream, PrefillResult
+from ragblend.engine.matching import last_turn_end
 from ragblend.engine.report import BlendReport, ChunkReport, Generation
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.options import Mode, RatioChoice
-from ragblend.prompt.types import ChunkRun, Prompt, SegmentKind
+from ragblend.prompt.types import ChunkRun, Prompt
 
 TokenState = Literal["exact", "computed", "recomputed", "reused"]
+SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
 STATES: tuple[TokenState, ...] = ("exact", "computed", "recomputed", "reused")
 """exact: KV that was there and equals full prefill's: of a prefix in memory, or stored of the chunk directly after it.
 computed: no KV was there, so it was computed in this prompt (the question, text around the chunks, missing chunks).
@@ -227,14 +229,16 @@ def _segments(
     """Yield the spans of the prompt with their explained tokens."""
     recomputed = set(_plain(blended.recomputed))
     attention = _plain(blended.attention) or None
-    last, num_resident = request.prompt.num_tokens - 1, blended.report.num_prefix_tokens
-    run_at = {run.start: run for run in request.prompt.runs}
-    for segment in request.prompt.segments:
-        chunk = None if segment.chunk is None else blended.report.chunks[segment.chunk]
-        is_stored = chunk is not None and chunk.hit and segment.chunk in found
-        tokens, token_ids = [], request.prompt.token_ids[segment.start : segment.end]
+    prompt = request.prompt
+    last, num_resident = prompt.num_tokens - 1, blended.report.num_prefix_tokens
+    index_at = {prompt.runs[part].start: index for index, parts in enumerate(prompt.runs_by_chunk) for part in parts}
+    for start, end, run in prompt.parts:
+        index = None if run is None else index_at[start]
+        chunk = None if index is None else blended.report.chunks[index]
+        is_stored = chunk is not None and chunk.hit and index in found
+        tokens, token_ids = [], prompt.token_ids[start:end]
         for place, text in enumerate(engine.renderer.token_texts(token_ids)):
-            row = segment.start + place
+            row = start + place
             has_kv = row < num_resident or (chunk is not None and chunk.hit)
             tokens.append(
                 ExplainedToken(
@@ -247,10 +251,11 @@ def _segments(
                     attention[row] if attention is not None else None,
                 )
             )
-        number = None if segment.chunk is None else segment.chunk + 1
-        name = _name(run_at.get(segment.start), tokens)
-        read_s = blended.read_s.get(segment.start)
-        yield ExplainedSegment(segment.kind, segment.start, tuple(tokens), number, name, chunk, read_s)
+        kind: SegmentKind = "chunk" if run is not None else "text" if start else "prefix"
+        if run is None and end == prompt.num_tokens:
+            kind = "suffix"
+        number, read_s = None if index is None else index + 1, blended.read_s.get(start)
+        yield ExplainedSegment(kind, start, tuple(tokens), number, _name(run, tokens), chunk, read_s)
 
 
 def _state(has_kv: bool, is_recomputed: bool, is_exact: bool) -> TokenState:
@@ -273,7 +278,7 @@ def _name(run: ChunkRun | None, tokens: Sequence[ExplainedToken]) -> str:
 
 def _question(engine: TransformersEngine, request: EngineRequest) -> str:
     ids, tail = request.prompt.token_ids, engine.renderer.tail_ids
-    end = len(ids) - len(tail) if tail and tuple(ids[-len(tail) :]) == tail else len(ids)
+    end = last_turn_end(ids, tail)
     return engine.renderer.plain_text(ids[request.prompt.question_start or end : end]).strip()
 
 

@@ -13,7 +13,8 @@ import numpy as np
 from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import text_id
 from ragblend.corpus.citations import describe_chunk
-from ragblend.engine.base import LEAST_QUOTE, LocalEngine
+from ragblend.engine.base import LocalEngine
+from ragblend.engine.matching import LEAST_QUOTE
 from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text

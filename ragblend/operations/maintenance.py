@@ -15,7 +15,6 @@ from typing import Any
 from ragblend.catalog.database import delete_catalog_files
 from ragblend.catalog.documents import IndexedDocuments
 from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, hash_ids, open_registry
-from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.stored_documents import hash_token_ids, live_text_keys, open_store_documents
 from ragblend.engine.api import Engine
 from ragblend.engine.entry_records import run_deletions, schedule_deletions
@@ -189,7 +188,8 @@ def repair_store(
             engine,
             progress,
             index=index,
-            register_texts=lambda: index and registry.add(indexed, DocumentKey(index.collection)),
+            texts_of=index.texts_to_register(indexed, registry) if index is not None else {},
+            registry=registry,
         )
         stored = registry.fingerprints_by_key()
     if repaired.num_dropped:
@@ -274,7 +274,7 @@ def collect_garbage(
     `max_bytes`: None sets no limit. Pinned KV is not evicted, so more may remain. `dry_run`: True deletes nothing, and
     returns the same result. `orphans`: True also deletes data that no document needs, for all models and prefixes:
 
-    - KV and registered texts of chunks that no document of the index, a framework or a server has,
+    - KV and token ids of chunks that no document of the index, a framework or a server has,
     - pins of documents that are not indexed.
 
     Documents that are ingested during the call keep their entries. With `orphans`, raises NotFoundError if the store
@@ -297,12 +297,10 @@ def collect_garbage(
             unwanted = set(_find_orphans(disk.headers(), live))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
             pins = _stray_pins(disk, index, set(disk.keys()) - unwanted)
-            return result._replace(texts=live.find_other_texts(), pins=pins)
+            return result._replace(pins=pins)
         dropped, freed_bytes = _delete_orphans(disk, registry, index, live)
         with _block_changes(registry, index):
             live.update()
-            texts = live.find_other_texts()
-            registry.delete_texts(texts)
             registry.remove_ids_without_text()
             pins = _stray_pins(disk, index, set(disk.keys()))
             for name in pins:
@@ -311,7 +309,7 @@ def collect_garbage(
         result = disk.gc(max_bytes)
         _unrecord_missing(disk)
         evicted, freed_bytes = (*dropped, *result.evicted), freed_bytes + result.freed_bytes
-    return result._replace(evicted=evicted, freed_bytes=freed_bytes, texts=texts, pins=pins)
+    return result._replace(evicted=evicted, freed_bytes=freed_bytes, pins=pins)
 
 
 @contextmanager
@@ -393,7 +391,3 @@ class _LiveChunks:
     def need(self, header: KVHeader) -> bool:
         """Return True if documents have the chunk of this entry."""
         return (header.namespace, hash_ids(header.token_ids)) in self._hashes
-
-    def find_other_texts(self) -> tuple[str, ...]:
-        """Return the registered texts that no document has."""
-        return tuple(text for text in self._registry.texts() if text_key(text) not in self.text_keys)

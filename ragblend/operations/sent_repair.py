@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, open_registry
-from ragblend.catalog.sent_documents import SentDocumentTable
+from ragblend.catalog import sent_documents
+from ragblend.catalog.registry import ChunkRegistry, has_registry, open_registry
 from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_text_keys, list_documents
 from ragblend.engine.store.disk import DiskStore
 
@@ -23,13 +23,11 @@ def make_sent_documents_pending(disk: DiskStore, lost: Collection[str]) -> tuple
     if not lost or not has_registry(disk):
         return 0, set()
     num_documents, found = 0, set[str]()
-    place = catalog_location(disk)
-    assert place is not None
-    with open_registry(disk) as registry, SentDocumentTable(place) as table:
+    with open_registry(disk) as registry:
         for document in list_documents(registry, None):
             if document.status == "stored" and (entries := _find_entries(document, registry).intersection(lost)):
                 body = {"chunks": sorted(registry.texts_of(document.key)), "adds": True}
-                num_documents += table.make_pending(document.key, body)
+                num_documents += sent_documents.make_pending(registry, document.key, body)
                 found |= entries
         registry.remove_stored_entries(found)
     for key in found:

@@ -42,22 +42,9 @@ _SLOTS_PER_ANCHOR, _MAX_LOAD, _SLACK = 1.6, 0.75, 1024
 IntArray = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A part of a chunk in a prompt. The prompt's ids [start, end) equal the chunk's ids from `chunk_start` on.
-
-    `chunk` is the number of the chunk in the index.
-    """
-
-    chunk: int
-    chunk_start: int
-    start: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        """Return the number of tokens."""
-        return self.end - self.start
+NumberedRun = tuple[int, int, int, int]
+"""A run as the index finds it: the number of its chunk, the offset of its first token in the chunk, and its start and
+end in the prompt."""
 
 
 class TokenIndex:
@@ -112,7 +99,7 @@ class TokenIndex:
             if len(self._removed) > self._num_chunks // 4 + 64:
                 self._fill(self._live_anchors())
 
-    def find_runs(self, ids: Sequence[int] | NDArray[np.integer]) -> list[Run]:
+    def find_runs(self, ids: Sequence[int] | NDArray[np.integer]) -> list[NumberedRun]:
         """Return runs that do not overlap, in the order of the prompt.
 
         Of overlapping runs, the longest is returned. Ties go to the run that starts first, and then to the run of the
@@ -131,14 +118,14 @@ class TokenIndex:
         diagonals = _most_hit(chunks, positions - offsets, len(prompt) // TOKENS_PER_DIAGONAL + 64)
         return _longest_first(self._runs_on(diagonals, prompt))
 
-    def _runs_on(self, diagonals: Iterable[tuple[int, int]], prompt: IntArray) -> list[tuple[Run, int]]:
+    def _runs_on(self, diagonals: Iterable[tuple[int, int]], prompt: IntArray) -> list[tuple[NumberedRun, int]]:
         """Return the maximal runs on diagonals (chunk, position minus offset), each with the length of its chunk.
 
         Repetitive text has many overlapping runs. So after one run per TOKENS_PER_RUN tokens, a diagonal is skipped if
         runs at least as long as it cover all of it.
         """
         num_plenty = len(prompt) // TOKENS_PER_RUN + 64
-        runs: list[tuple[Run, int]] = []
+        runs: list[tuple[NumberedRun, int]] = []
         ids_of: dict[int, IntArray] = {}
         longest = np.zeros(len(prompt), np.int64)  # at each position: the length of the longest run that covers it
         for chunk, diagonal in diagonals:
@@ -156,7 +143,7 @@ class TokenIndex:
             edges = (np.flatnonzero(np.diff(equal)) + first).tolist()
             for start, end in zip(edges[::2], edges[1::2], strict=True):
                 if is_long_enough(end - start, len(ids)):
-                    runs.append((Run(chunk, start, start + diagonal, end + diagonal), len(ids)))
+                    runs.append(((chunk, start, start + diagonal, end + diagonal), len(ids)))
                     covered = longest[start + diagonal : end + diagonal]
                     np.maximum(covered, end - start, out=covered)
         return runs
@@ -315,23 +302,25 @@ def _most_hit(chunks: IntArray, diagonals: IntArray, limit: int) -> list[tuple[i
     return list(zip((packed >> 32).tolist(), ((packed & 0xFFFFFFFF) - (1 << 31)).tolist(), strict=True))
 
 
-def _longest_first(runs: Sequence[tuple[Run, int]]) -> list[Run]:
+def _longest_first(runs: Sequence[tuple[NumberedRun, int]]) -> list[NumberedRun]:
     """Return runs that do not overlap, in the order of the prompt: the longest ones, and uncovered parts of others."""
-    waiting = [(run.start - run.end, run.start, run.chunk, run.chunk_start, size) for run, size in runs]
+    waiting = [(start - end, start, chunk, chunk_start, size) for (chunk, chunk_start, start, end), size in runs]
     heapq.heapify(waiting)
-    chosen: list[Run] = []
+    chosen: list[NumberedRun] = []
     starts: list[int] = []
+    ends: list[int] = []
     while waiting:
         _, start, chunk, chunk_start, size = (entry := heapq.heappop(waiting))
         end, diagonal = start - entry[0], start - chunk_start
         index = bisect_left(starts, start)
-        if index and chosen[index - 1].end > start:
-            pieces = [(chosen[index - 1].end, end)]
+        if index and ends[index - 1] > start:
+            pieces = [(ends[index - 1], end)]
         elif index < len(chosen) and starts[index] < end:
-            pieces = [(start, starts[index]), (chosen[index].end, end)]
+            pieces = [(start, starts[index]), (ends[index], end)]
         else:
-            chosen.insert(index, Run(chunk, chunk_start, start, end))
+            chosen.insert(index, (chunk, chunk_start, start, end))
             starts.insert(index, start)
+            ends.insert(index, end)
             continue
         for first, last in pieces:
             if is_long_enough(last - first, size):

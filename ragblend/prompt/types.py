@@ -1,7 +1,7 @@
 """Prompts: a caller's messages with the chunks that they name, and the same prompt as token ids with runs of chunks.
 
-An engine renders a `Prompt` (`render`), finds runs of stored chunks in its token ids (`token_index`), and keeps both in
-a `MatchedPrompt`. Plain data. Does not depend on tokenizers, chat templates, models or stores.
+An engine renders a `Prompt` (`render`), finds runs of known chunks in its token ids (`engine.matching`), and keeps both
+in a `MatchedPrompt`. Plain data. Does not depend on tokenizers, chat templates, models or stores.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -201,12 +201,32 @@ def as_chunk(part: Part) -> Chunk:
     return part if isinstance(part, Chunk) else Chunk(part)
 
 
+PrefixMatch = Literal["exact", "approximate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A variant of a run's chunk: its KV after one prefix, and how this KV fits into the prompt.
+
+    `key`: of its entry in the store. `match`: "exact" if the prompt begins with the prefix after which the KV was
+    computed. `exact`: True if the KV was computed after precisely the tokens that precede the run in the prompt.
+    `policy`: of the ingestion context. `nbytes`: size of the entry's tensors; 0 if the entry was not read.
+    """
+
+    key: str
+    match: PrefixMatch
+    exact: bool
+    policy: ContextPolicy = "none"
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
     """A part of a chunk in a prompt: positions [start, end) of the prompt equal the chunk's ids from `chunk_start` on.
 
     `chunk`: the Chunk, if the prompt names it, else None. `document`: the id of a document that contains the chunk
-    according to the registry; "" if unknown.
+    according to the registry; "" if unknown. `variant`: the stored variant whose KV is used; None before the lookup,
+    and for a chunk that is not stored.
     """
 
     chunk_ids: tuple[int, ...] = field(repr=False)
@@ -215,6 +235,7 @@ class ChunkRun:
     end: int
     chunk: Chunk | None = field(default=None, repr=False)
     document: str = ""
+    variant: Variant | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -243,21 +264,6 @@ class ChunkRun:
                 if is_long_enough(rest.num_tokens, len(self.chunk_ids))
             ]
         return parts
-
-
-SegmentKind = Literal["prefix", "chunk", "text", "suffix"]
-
-
-class PromptSegment(NamedTuple):
-    """Positions [start, end) of a prompt: either a run of a chunk, or text that is in no run.
-
-    `chunk`: for a run, the index of its chunk in `MatchedPrompt.runs_by_chunk`; None for text.
-    """
-
-    kind: SegmentKind
-    start: int
-    end: int
-    chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,17 +296,16 @@ class MatchedPrompt:
         return end if end < self.num_tokens else None
 
     @property
-    def segments(self) -> Iterator[PromptSegment]:
-        """Yield the runs and the text between them, in order. Together they cover the whole prompt."""
-        end = 0
-        for number, parts in enumerate(self.runs_by_chunk):
-            for run in (self.runs[part] for part in parts):
-                if run.start > end:
-                    yield PromptSegment("text" if end else "prefix", end, run.start)
-                yield PromptSegment("chunk", run.start, run.end, number)
-                end = run.end
-        if end < self.num_tokens:
-            yield PromptSegment("suffix", end, self.num_tokens)
+    def parts(self) -> Iterator[tuple[int, int, ChunkRun | None]]:
+        """Yield the runs and the text between them as (start, end, run or None), in order. They cover the prompt."""
+        last_end = 0
+        for run in self.runs:
+            if run.start > last_end:
+                yield last_end, run.start, None
+            yield run.start, run.end, run
+            last_end = run.end
+        if last_end < self.num_tokens:
+            yield last_end, self.num_tokens, None
 
     @property
     def runs_by_chunk(self) -> list[list[int]]:

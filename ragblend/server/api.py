@@ -35,7 +35,6 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.launch import Checkpoint, find_checkpoint
 from ragblend.engine.vllm.params import PARAMS_KEY
 from ragblend.engine.vllm.scheduler_side.lookup import ChunkLookup
-from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.errors import CorruptError, RagblendError
 from ragblend.options import ContextPolicy, ModelOptions
@@ -217,8 +216,7 @@ class ServerResources:
         """Return the lookup of the chunks in prompts, as vLLM's scheduler has it in its own process."""
         disk = self.store.find_tier(DiskStore)
         assert disk is not None
-        matcher = PromptMatcher(disk, self.renderer)
-        return ChunkLookup(disk, self.config, self._fingerprint, self._checkpoint.num_layers, matcher)
+        return ChunkLookup(disk, self.config, self._fingerprint, self._checkpoint.num_layers, self.renderer)
 
     def make_engine(self, client: Any, loop: asyncio.AbstractEventLoop, namespace: str) -> FrontEndEngine:
         """Return an engine that ingests documents of a namespace with vLLM's `client`, which runs on `loop`."""

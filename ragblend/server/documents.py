@@ -24,14 +24,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from ragblend.catalog import sent_documents
 from ragblend.catalog.database import resolve_catalog
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.registry import ChunkRegistry, open_registry
 from ragblend.catalog.schema import DocumentKey, SentDocumentCounts
 from ragblend.catalog.sent_documents import (
     LEASE_S,
     Leases,
     SentDocument,
-    SentDocumentTable,
     WaitingDocument,
     lease_name,
 )
@@ -115,16 +115,16 @@ class DocumentIngester:
             log.warning("documents are neither accepted nor stored until the catalogue answers: %s", error)
 
     @cached_property
-    def _table(self) -> SentDocumentTable:
-        return SentDocumentTable(self._place)
+    def _registry(self) -> ChunkRegistry:
+        return ChunkRegistry(self._place)
 
     @cached_property
     def _leases(self) -> Leases | None:
-        return Leases(str(self._place)) if self._table.is_shared else None
+        return Leases(str(self._place)) if self._registry.is_shared else None
 
     @cached_property
     def _backlog(self) -> Backlog:
-        return Backlog(self._table)
+        return Backlog(self._registry)
 
     def start(self) -> None:
         """Start the thread that stores waiting documents."""
@@ -148,7 +148,7 @@ class DocumentIngester:
         Raises BacklogFullError if too many documents of the namespace wait (see `Backlog`).
         """
         self._backlog.add(namespace, documents)
-        ingestion, replaced = self._table.add(namespace, documents)
+        ingestion, replaced = sent_documents.add(self._registry, namespace, documents)
         self._wake.set()
         new = {each.id for each in documents}.difference(replaced)
         log_change("add", namespace, documents[0].collection, sorted(new))
@@ -184,7 +184,7 @@ class DocumentIngester:
     def _remove_batch(self, namespace: str, collection: str, documents: Sequence[StoredDocument]) -> int:
         """Remove documents of one collection. Return the number of deleted entries."""
         ids = [each.key.id for each in documents]
-        self._table.begin_removal(namespace, collection, ids)
+        sent_documents.begin_removal(self._registry, namespace, collection, ids)
         names = [lease_name(namespace, collection, each) for each in ids]
         with self._leased(names, _REMOVAL_WAIT_S) as leased:
             if len(leased) < len({*names}):
@@ -192,7 +192,7 @@ class DocumentIngester:
             has_indexed = any(each.index_source for each in documents)
             with open_index(self._root) if has_indexed else nullcontext() as index:
                 removal = remove_stored_documents(documents, self._engine(namespace), index)
-            self._table.remove(namespace, collection, ids)
+            sent_documents.remove(self._registry, namespace, collection, ids)
             return removal.num_kv
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
@@ -204,8 +204,10 @@ class DocumentIngester:
         if storing != namespace:  # clients do not learn about other namespaces
             done = total = 0
         return {
-            "collections": self._table.status_counts(namespace, collection, ingestion),
-            "reasons": self._table.documents_with_reason(namespace, collection, ingestion, MAX_REASONS),
+            "collections": sent_documents.status_counts(self._registry, namespace, collection, ingestion),
+            "reasons": sent_documents.documents_with_reason(
+                self._registry, namespace, collection, ingestion, MAX_REASONS
+            ),
             "batch": {"num_done": done, "num_chunks": total},
         }
 
@@ -223,7 +225,7 @@ class DocumentIngester:
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
         """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""
-        found = self._table.get(namespace, collection, document_id)
+        found = sent_documents.get(self._registry, namespace, collection, document_id)
         if found is None:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
@@ -254,7 +256,7 @@ class DocumentIngester:
         try:
             with self._alone(0.0):
                 most = _BATCH if self._leases is None else _SHARED_BATCH
-                batch = self._table.next_waiting(most, _BATCH_CHARS, self._taken(), after=self._turn)
+                batch = sent_documents.next_waiting(self._registry, most, _BATCH_CHARS, self._taken(), after=self._turn)
                 self._turn_at_s = time.monotonic() + _TURN_S
                 self._store_leased(batch)
                 return bool(batch)
@@ -269,7 +271,8 @@ class DocumentIngester:
             return
         self._turn = batch[0].namespace
         with self._leased([row.lease_name for row in batch]) as leased:
-            mine = self._table.still_waiting(row for row in batch if row.lease_name in leased)
+            chosen = [row for row in batch if row.lease_name in leased]
+            mine = sent_documents.still_waiting(self._registry, chosen)
             if mine:
                 self._store(mine)
 
@@ -278,8 +281,9 @@ class DocumentIngester:
         self._turn_at_s = math.inf  # the documents of this turn give none
         progress = self._progress
         try:
-            taken = self._taken()
-            batch = self._table.next_waiting(_SHARED_BATCH, _TURN_CHARS, taken, after=self._turn, but=namespace)
+            batch = sent_documents.next_waiting(
+                self._registry, _SHARED_BATCH, _TURN_CHARS, self._taken(), after=self._turn, but=namespace
+            )
             if len(batch) > 1 or (batch and len(str(batch[0].body)) <= _TURN_CHARS):
                 self._store_leased(batch)
             elif batch:
@@ -314,7 +318,8 @@ class DocumentIngester:
                 raise _InterruptedError from error
             if len(rows) == 1:
                 log.warning("the document %r of the collection %r is not stored: %s", first.id, first.collection, error)
-                self._table.record_outcome(first, SentDocumentCounts(), self._describe(error), is_stored=False)
+                reason = self._describe(error)
+                sent_documents.record_outcome(self._registry, first, SentDocumentCounts(), reason, is_stored=False)
                 return
             for row in rows:
                 self._store([row])
@@ -335,7 +340,7 @@ class DocumentIngester:
                 reason = _explain_dropped(stored, engine, report) or reason
             if not has_all and not all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore)):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
-            self._table.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
+            sent_documents.record_outcome(self._registry, row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
         if stage == "push":  # its entries go to the remote tier, which may take long

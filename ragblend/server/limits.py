@@ -17,7 +17,9 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
+from ragblend.catalog import sent_documents
+from ragblend.catalog.database import Catalog
+from ragblend.catalog.sent_documents import SentDocument
 from ragblend.errors import BacklogFullError
 
 Scope = MutableMapping[str, Any]
@@ -152,10 +154,10 @@ async def _refuse(send: Send, error: _RefusedError) -> None:
 
 
 class Backlog:
-    """Counts of the documents in `table` that wait, by namespace. Thread-safe."""
+    """Counts of the documents in a catalogue that wait, by namespace. Thread-safe."""
 
-    def __init__(self, table: SentDocumentTable) -> None:
-        self._table = table
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
         self._counts: dict[str, tuple[float, int, int]] = {}  # time of the count, documents, characters
         self._lock = threading.Lock()
 
@@ -164,13 +166,13 @@ class Backlog:
 
         Raises BacklogFullError if then more than MAX_WAITING documents of the namespace, or MAX_WAITING_CHARS, would
         wait. A namespace without waiting documents may send as many as fit into one request. The documents in the
-        table are counted at most once in RETRY_AFTER_S / 2 seconds, because the database reads them for that.
+        catalogue are counted at most once in RETRY_AFTER_S / 2 seconds, because the database reads them for that.
         """
         with self._lock:
             now_s = time.monotonic()
             counted_s, num_documents, num_chars = self._counts.get(namespace, (-math.inf, 0, 0))
             if now_s - counted_s > RETRY_AFTER_S / 2:
-                counted_s, (num_documents, num_chars) = now_s, self._table.count_waiting(namespace)
+                counted_s, (num_documents, num_chars) = now_s, sent_documents.count_waiting(self._catalog, namespace)
             new_chars = sum(len(str(document.body)) for document in documents)
             is_full = num_documents + len(documents) > MAX_WAITING or num_chars + new_chars > MAX_WAITING_CHARS
             if num_documents and is_full:

@@ -18,13 +18,14 @@ from postgres import PASSWORD, fresh_schema, start_postgres
 from tier_support import run_threads
 
 from ragblend import Prompt, load_engine
-from ragblend.catalog import known_chunks
 from ragblend.catalog.database import resolve_catalog
-from ragblend.catalog.known_chunks import KnownChunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import SCHEMA_VERSION, DocumentKey
+from ragblend.engine import matching
+from ragblend.engine.matching import KnownChunks
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
+from ragblend.engine.vllm.config import ConnectorConfig
+from ragblend.engine.vllm.scheduler_side.lookup import ChunkLookup
 from ragblend.errors import (
     BackendUnreachableError,
     RagblendError,
@@ -181,7 +182,7 @@ def test_restarts_under_use_lose_nothing_that_was_written(own_server):
 
 
 def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothing(own_server, caplog, monkeypatch):
-    monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
+    monkeypatch.setattr(matching, "_OUTAGE_PAUSE_S", 0.5)
     known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
     known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
@@ -193,7 +194,7 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
     time.sleep(0.5)
     assert len(known.find_runs(IDS)) == 1
     assert "text" in known
-    said = [record.getMessage() for record in caplog.records if record.name == known_chunks.__name__]
+    said = [record.getMessage() for record in caplog.records if record.name == matching.__name__]
     assert [message.partition(":")[0] for message in said] == [
         "no stored chunk is found, so prompts are prefilled without stored KV until the catalogue answers",
         "the catalogue answers again, so stored chunks are found in prompts",
@@ -201,7 +202,7 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
 
 
 def test_the_first_prompt_of_an_engine_during_an_outage_is_prefilled_in_full(own_server, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
+    monkeypatch.setattr(matching, "_OUTAGE_PAUSE_S", 0.5)
     text = "Zenco sells lamps in many shapes."
     prompt = Prompt.from_text(f"{text} What does Zenco sell?")
     with load_engine("demo", tmp_path, catalog=own_server.url) as engine:
@@ -221,17 +222,18 @@ def test_the_first_prompt_of_an_engine_during_an_outage_is_prefilled_in_full(own
 def test_a_vllm_scheduler_whose_first_prompt_comes_during_an_outage_finds_no_chunk_until_it_ends(
     own_server, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(known_chunks, "_OUTAGE_PAUSE_S", 0.5)
+    monkeypatch.setattr(matching, "_OUTAGE_PAUSE_S", 0.5)
     text = "Zenco sells lamps in many shapes."
     with load_engine("demo", tmp_path, catalog=own_server.url) as engine:
         engine.precompute(text)
         renderer, ids = engine.renderer, (*engine.renderer.chunk_ids(text), 1)
-    with closing(PromptMatcher(DiskStore(tmp_path, catalog=own_server.url), renderer)) as matcher:
+    disk = DiskStore(tmp_path, catalog=own_server.url)
+    with closing(ChunkLookup(disk, ConnectorConfig(store=str(tmp_path)), "model", 2, renderer)) as lookup:
         own_server.stop()
-        assert matcher.find_runs(ids, "") == []
+        assert lookup.candidate_keys(ids, "") == []
         own_server.start()
         time.sleep(0.5)
-        assert len(matcher.find_runs(ids, "")) == 1
+        assert len(lookup.candidate_keys(ids, "")) == 1
 
 
 def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(own_server, caplog):
@@ -245,7 +247,7 @@ def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_o
         assert 0.9 < first_s < 2.0
         assert all(known.find_runs(IDS) == [] for _ in range(100))
         assert time.monotonic() - start_s < first_s + 0.2
-    (said,) = [record.getMessage() for record in caplog.records if record.name == known_chunks.__name__]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == matching.__name__]
     assert "no answer within 1 s" in said
     registry = ChunkRegistry(own_server.url)
     assert registry.has_ids("text", "t", "")

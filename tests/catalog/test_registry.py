@@ -9,7 +9,7 @@ import pytest
 from tier_support import run_threads
 
 from ragblend.catalog.registry import ChunkRegistry, open_registry
-from ragblend.catalog.schema import DocumentFacts, DocumentKey
+from ragblend.catalog.schema import METADATA, SHARED_METADATA, DocumentFacts, DocumentKey
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.errors import CorruptError, StoreMismatchError
@@ -41,8 +41,8 @@ def test_a_text_stays_until_the_last_document_that_has_it_releases_it(registry):
     assert registry.remove_from_documents({FIRST: [LONG, "index", "unknown"]}, "") == ["index", "unknown"]
     assert set(registry.texts()) == {LONG, "both", "doc"}
     assert registry.remove_from_documents({DOC: [LONG, " doc"]}, "") == [LONG, "doc"]
-    assert registry.delete_texts(["both"]) == 1
-    assert registry.remove_from_documents({FIRST: ["both"]}, "") == ["both"]
+    assert registry.remove_from_documents({FIRST: ["both"], DOC: ["both"]}, "") == ["both"]
+    assert registry.remove_from_documents({FIRST: ["both"]}, "") == ["both"], "it has no owner"
     assert len(registry) == 0
 
 
@@ -84,7 +84,7 @@ def test_another_connection_sees_additions_and_removals_at_once(kept_place):
     one.add(["first text of the first registry"], DOC)
     assert len(other) == 1
     other.add(["second text, of the other one"], DOC)
-    one.delete_texts(["first text of the first registry"])
+    one.remove_from_documents({DOC: ["first text of the first registry"]}, "")
     assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
 
 
@@ -213,3 +213,7 @@ def test_a_document_has_one_version_and_one_source(registry):
     for facts in (DocumentFacts("1", "a.txt"), DocumentFacts("2"), DocumentFacts("", "b.txt"), DocumentFacts()):
         registry.set_facts({DOC: facts})
         assert registry.facts_of(DOC) == facts
+
+
+def test_a_catalogue_has_at_most_nine_tables():
+    assert len({*METADATA.tables, *SHARED_METADATA.tables}) <= 9

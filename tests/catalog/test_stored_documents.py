@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ragblend.catalog import sent_documents
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, SentDocumentCounts, text_key
-from ragblend.catalog.sent_documents import SentDocument, SentDocumentTable
+from ragblend.catalog.sent_documents import SentDocument
 from ragblend.catalog.stored_documents import (
     StoredDocument,
     count_by_collection,
@@ -21,14 +22,14 @@ THEIRS = DocumentKey("kb", "a", "tenant")
 
 @pytest.fixture
 def registry(kept_place):
-    with ChunkRegistry(kept_place) as opened, SentDocumentTable(kept_place) as sent:
+    with ChunkRegistry(kept_place) as opened:
         opened.add(["one", "two"], A)
         opened.add_documents({B: {"two": 0}, THEIRS: {"three": 0}})
         opened.set_facts({A: DocumentFacts("1", "a.txt"), B: DocumentFacts("", "b.txt")})
-        sent.add("", [SentDocument("kb", "a", "1", {"text": "one"}, {"source": "sent.txt"})])
-        sent.add("", [SentDocument("notes", "z", "1", {"text": "zed"}, {})])
-        (waiting, *_) = sent.next_waiting(1, 1000)
-        sent.record_outcome(waiting, SentDocumentCounts(), "no reason", is_stored=False)
+        sent_documents.add(opened, "", [SentDocument("kb", "a", "1", {"text": "one"}, {"source": "sent.txt"})])
+        sent_documents.add(opened, "", [SentDocument("notes", "z", "1", {"text": "zed"}, {})])
+        (waiting, *_) = sent_documents.next_waiting(opened, 1, 1000)
+        sent_documents.record_outcome(opened, waiting, SentDocumentCounts(), "no reason", is_stored=False)
         yield opened
 
 

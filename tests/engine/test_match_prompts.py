@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tiny_prompts import CHUNKS
 
-from ragblend.engine.base import LEAST_QUOTE
+from ragblend.engine.matching import LEAST_QUOTE
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Chunk, MatchedPrompt, Prompt
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from tiny_prompts import CHUNKS
 
-from ragblend.engine.agreement import ShadowCounters, ShadowReport
 from ragblend.engine.generation import Conversation
-from ragblend.engine.report import BlendReport
+from ragblend.engine.report import BlendReport, ShadowCounters, ShadowReport
 from ragblend.engine.shadow import MAX_WAITING, Shadow
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,15 +30,14 @@ from ragblend.server import documents as server_documents
 
 COLLECTION = "kb"
 PAUSING = (
-    ChunkRegistry, sent_documents.Leases, sent_documents.SentDocumentTable,
-    DiskStore, RedisValues, RemoteStore, TieredStore,
+    ChunkRegistry, sent_documents, sent_documents.Leases, DiskStore, RedisValues, RemoteStore, TieredStore,
 )  # fmt: skip
 PAUSE_SHARE, LONGEST_PAUSE_S = 0.01, 0.4
 LEASE_S = 4.0  # so that a killed server's documents are soon free
 
 
-def pause_in(kind: type, rng: random.Random) -> None:
-    """Let each public method of a class pause at random before and after it runs."""
+def pause_in(kind: type | ModuleType, rng: random.Random) -> None:
+    """Let each public method of a class, or function of a module, pause at random before and after it runs."""
 
     def pausing(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -52,6 +52,8 @@ def pause_in(kind: type, rng: random.Random) -> None:
         return run
 
     for name, member in list(vars(kind).items()):
+        if isinstance(kind, ModuleType) and getattr(member, "__module__", "") != kind.__name__:
+            continue
         if not name.startswith("_") and callable(member) and not isinstance(member, (type, staticmethod, classmethod)):
             setattr(kind, name, pausing(member))
 

@@ -62,12 +62,12 @@ def state(work: Path) -> dict[str, Any]:
     vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
         "documents": "SELECT id, source, version FROM documents",
-        "chunks": "SELECT id, text, metadata, vector FROM chunks",
+        "chunks": "SELECT id, key, metadata, vector FROM chunks",
         "files": "SELECT path, version, top FROM files",
         "orphaned texts": "SELECT text FROM deletions WHERE text <> ''",
         "pending deletions": "SELECT key FROM deletions WHERE key <> ''",
         "texts": "SELECT text FROM texts",
-        "owners": "SELECT collection, id, key FROM document_texts",
+        "owners": "SELECT collection, documents.id, key FROM documents JOIN chunks ON document = number",
         "stored": "SELECT key FROM entries WHERE fingerprint <> ''",
     }
     with closing(sqlite3.connect(work / "kv" / CATALOG_FILE)) as catalog:

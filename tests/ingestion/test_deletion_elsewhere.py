@@ -14,6 +14,7 @@ from ragblend.catalog.registry import open_registry
 from ragblend.engine.entry_records import schedule_deletions
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
+from ragblend.engine.store.format.kv import load_into_memory
 from ragblend.errors import BackendUnreachableError
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.operations.maintenance import verify_and_quarantine
@@ -140,6 +141,19 @@ def test_deletions_recorded_before_a_kill_are_run_by_the_next_removal(program):
     delete_precomputed(["b"], one)
     two.store.apply_deletions()
     assert in_remote(one) == on_disk(one) == on_disk(two) == {"c"}
+
+
+def test_an_upload_after_a_removal_is_not_found_and_goes_with_the_next_one(program):
+    one = program("one")
+    store(one, **TEXTS)
+    kv = one.store.get(one.key(Chunk(TEXTS["a"])))
+    kept = load_into_memory(kv)
+    delete_precomputed(["a"], one)
+    one.store.tiers[-1].put(kept)  # as by a process that is killed before it reads the tombstone
+    assert (TEXTS["a"] in one.known_chunks, in_remote(one)) == (False, {"a", "b", "c"})
+    store(one, again=TEXTS["a"])
+    delete_precomputed(["again"], one)
+    assert in_remote(one) == on_disk(one) == {"b", "c"}
 
 
 def test_a_text_added_before_its_tombstone_is_read_is_prefilled_again(program):

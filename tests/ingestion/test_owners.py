@@ -85,6 +85,6 @@ def test_gc_of_orphans_keeps_what_documents_have(engine, tmp_path):
     engine.precompute(MARBLE)  # a chunk of no document
     for dry_run in (True, False):
         report = collect_garbage(tmp_path / "store", orphans=True, dry_run=dry_run)
-        assert (report.texts, report.evicted) == ((), (engine.key(MARBLE),))
+        assert report.evicted == (engine.key(MARBLE),)
     stored = {*DiskStore(tmp_path / "store", create=False).keys()}  # the engine's memory has them still
     assert stored == {engine.key(text) for text in (BASALT, SLATE, CHALK)}

@@ -201,9 +201,9 @@ def recorded_selections() -> Iterator[list[list[int]]]:
     selections: list[list[int]] = []
     note_fused = vllm_worker.record_fusion
 
-    def recording(report: Any, starts: Any, stored: Any, plan: Any, result: Any, num_known: int) -> None:
+    def recording(report: Any, runs: Any, plan: Any, result: Any, num_known: int) -> None:
         selections.append(result.recomputed.tolist())
-        note_fused(report, starts, stored, plan, result, num_known)
+        note_fused(report, runs, plan, result, num_known)
 
     vllm_worker.record_fusion = recording
     try:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from harness import PREFIX, SIZES, ask, engine, ingest, random_ids, report, tokens
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from test_families import EXPERTS
 from tiny_models import FAMILIES, make_model
+from transformers import Glm4MoeForCausalLM
 
 CHUNKS, QUESTION = [random_ids(n, n) for n in (61, 40)], random_ids(9, 4)
 WAYS: list[dict[str, Any]] = [
@@ -56,6 +58,22 @@ def save_eagle(path: Path) -> None:
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     config = {**model.config.to_diff_dict(), "architectures": ["EagleLlamaForCausalLM"]}
     (path / "config.json").write_text(json.dumps(config))
+
+
+def save_mtp(path: Path) -> None:
+    """Save a random GLM-4.5 of four layers, whose checkpoint has one more layer that drafts (MTP)."""
+    sizes = {**EXPERTS, **SIZES, "n_routed_experts": 4, "first_k_dense_replace": 2, "use_qk_norm": True}
+    model = make_model(Glm4MoeForCausalLM, **{**sizes, "num_hidden_layers": 5})
+    model.save_pretrained(path)
+    config, hidden = json.loads((path / "config.json").read_text()), SIZES["hidden_size"]
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 4, "num_nextn_predict_layers": 1}))
+    weights, last = load_file(path / "model.safetensors"), "model.layers.4"
+    parts = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "shared_head.norm": (hidden,)}
+    random = torch.Generator().manual_seed(0)
+    weights |= {f"{last}.{name}.weight": 0.1 * torch.randn(shape, generator=random) for name, shape in parts.items()}
+    weights[f"{last}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    weights[f"{last}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
 
 
 def answered(model: Path, store: Path, drafts: dict[str, Any]) -> tuple[list[Any], list[int]]:
@@ -102,3 +120,13 @@ def test_drafts_by_a_model_change_no_answer_but_lose_acceptance(method, undrafte
         full, *blended = steps
         assert full < plain_steps[0] / 2
         assert min(blended) > full, "the draft model has not seen the blended tokens"
+
+
+def test_drafts_by_the_models_own_layer_change_no_answer(make_tokenizer, tmp_path):
+    save_mtp(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    expected, _ = answered(tmp_path / "model", tmp_path / "plain", {})
+    answers, _ = answered(tmp_path / "model", tmp_path / "kv", {"method": "mtp", "num_speculative_tokens": 1})
+    assert [tokens(each) for each in answers] == [tokens(each) for each in expected]
+    for name in ("num_chunk_hits", "num_reused_tokens", "num_recomputed_tokens", "refused_reason"):
+        assert [report(each)[name] for each in answers] == [report(each)[name] for each in expected], name

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import PREFIX, add, ask, connector_scheduler, engine, ingest, make_known, random_ids, report, watch_counts
 
-from ragblend.engine.base import LEAST_QUOTE
+from ragblend.engine.matching import LEAST_QUOTE
 from ragblend.engine.report import BlendReport
 from ragblend.engine.vllm.connector import BlendReports
 from ragblend.engine.vllm.metric_sources import LABEL

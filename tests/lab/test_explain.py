@@ -36,7 +36,7 @@ def explanation(engine):
 def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(engine, explanation):
     matched = engine.match(PROMPT)
     assert [token.id for token in explanation.tokens] == matched.token_ids == engine.renderer.render(PROMPT)
-    assert [segment.start for segment in explanation.segments] == [segment.start for segment in matched.segments]
+    assert [segment.start for segment in explanation.segments] == [start for start, _, _ in matched.parts]
     text = "".join(token.text for token in explanation.tokens)
     assert all(chunk.text in text for chunk in CHUNKS)
     assert "what is that?" in text

@@ -15,7 +15,7 @@ def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(
         engine.precompute("Basalt is a volcanic rock.")
     with closing(sqlite3.connect(store / "catalog.sqlite", isolation_level=None)) as file:
         file.execute("PRAGMA writable_schema = 1")
-        file.execute("DELETE FROM sqlite_master WHERE name = 'document_texts_by_key'")
+        file.execute("DELETE FROM sqlite_master WHERE name = 'chunks_by_text'")
     report = verify_and_quarantine(store, kv_dir=kv_dir)
     assert list(report.damaged_files) == ["catalog.sqlite"]
     drop_files_that_block_opening(report, store, kv_dir=kv_dir)

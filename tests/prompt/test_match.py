@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragblend.prompt import token_index
-from ragblend.prompt.token_index import WINDOW, Run, TokenIndex, anchor_offsets, is_long_enough
+from ragblend.prompt.token_index import WINDOW, NumberedRun, TokenIndex, anchor_offsets, is_long_enough
 
 Ids = list[int]
 
@@ -25,9 +25,9 @@ def random_ids(rng: random.Random, length: int, vocabulary: int = 50_000) -> Ids
     return [rng.randrange(vocabulary) for _ in range(length)]
 
 
-def search_everywhere(chunks: dict[int, Ids], prompt: Ids) -> list[Run]:
+def search_everywhere(chunks: dict[int, Ids], prompt: Ids) -> list[NumberedRun]:
     """What `find_runs` returns, by comparing every chunk at every position that one of its anchors allows."""
-    runs: list[tuple[Run, int]] = []
+    runs: list[tuple[NumberedRun, int]] = []
     for chunk, ids in chunks.items():
         for diagonal in range(-len(ids) + 1, len(prompt)):
             if not any(
@@ -42,20 +42,20 @@ def search_everywhere(chunks: dict[int, Ids], prompt: Ids) -> list[Run]:
                     start = place if start is None else start
                 elif start is not None:
                     if is_long_enough(place - start, len(ids)):
-                        runs.append((Run(chunk, start, start + diagonal, place + diagonal), len(ids)))
+                        runs.append(((chunk, start, start + diagonal, place + diagonal), len(ids)))
                     start = None
-    chosen: list[Run] = []
+    chosen: list[NumberedRun] = []
     while runs:
-        runs.sort(key=lambda each: (-each[0].length, each[0].start, each[0].chunk, each[0].chunk_start))
-        (run, size) = runs.pop(0)
-        other = next((each for each in chosen if each.start < run.end and run.start < each.end), None)
+        runs.sort(key=lambda each: (each[0][2] - each[0][3], each[0][2], *each[0]))
+        ((chunk, chunk_start, start, end), size) = runs.pop(0)
+        other = next((each for each in chosen if each[2] < end and start < each[3]), None)
         if other is None:
-            chosen.append(run)
+            chosen.append((chunk, chunk_start, start, end))
             continue
-        for first, last in ((run.start, min(run.end, other.start)), (max(run.start, other.end), run.end)):
+        for first, last in ((start, min(end, other[2])), (max(start, other[3]), end)):
             if is_long_enough(last - first, size):
-                runs.append((Run(run.chunk, run.chunk_start + first - run.start, first, last), size))
-    return sorted(chosen, key=lambda run: run.start)
+                runs.append(((chunk, chunk_start + first - start, first, last), size))
+    return sorted(chosen, key=lambda run: run[2])
 
 
 @st.composite
@@ -82,8 +82,8 @@ def chunks_and_prompt(draw: st.DrawFn) -> tuple[dict[int, Ids], Ids]:
 def test_runs_are_those_of_a_search_through_everything(made):
     chunks, prompt = made
     found = index_of(chunks).find_runs(prompt)
-    for run in found:
-        assert prompt[run.start : run.end] == chunks[run.chunk][run.chunk_start :][: run.length]
+    for chunk, chunk_start, start, end in found:
+        assert prompt[start:end] == chunks[chunk][chunk_start:][: end - start]
     if len(set(prompt)) > 4:  # repetitive prompts may exceed the limits of hits and diagonals
         assert found == search_everywhere(chunks, prompt)
 
@@ -113,16 +113,16 @@ def test_a_table_that_grows_by_one_chunk_at_a_time_loses_none():
     for number, ids in chunks.items():
         index.add([(number, ids)])
     for number, ids in chunks.items():
-        assert index.find_runs([7, *ids, 7]) == [Run(number, 0, 1, 101)]
+        assert index.find_runs([7, *ids, 7]) == [(number, 0, 1, 101)]
 
 
 def test_a_chunk_is_found_whole_and_in_parts_behind_any_first_token():
     ids = list(range(1000, 1256))
     index = index_of({3: ids})
-    assert index.find_runs([5, 5, *ids, 6]) == [Run(3, 0, 2, 258)]
-    assert index.find_runs([5, *ids[1:-1], 6]) == [Run(3, 1, 1, 255)]
-    assert index.find_runs([5, *ids[:60], 9, *ids[80:], 6]) == [Run(3, 0, 1, 61), Run(3, 80, 62, 238)]
-    assert index.find_runs([5, *ids, *ids]) == [Run(3, 0, 1, 257), Run(3, 0, 257, 513)]
+    assert index.find_runs([5, 5, *ids, 6]) == [(3, 0, 2, 258)]
+    assert index.find_runs([5, *ids[1:-1], 6]) == [(3, 1, 1, 255)]
+    assert index.find_runs([5, *ids[:60], 9, *ids[80:], 6]) == [(3, 0, 1, 61), (3, 80, 62, 238)]
+    assert index.find_runs([5, *ids, *ids]) == [(3, 0, 1, 257), (3, 0, 257, 513)]
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_windows_with_equal_hashes_are_distinguished(monkeypatch):
     assert index_of(chunks).find_runs(prompt) == search_everywhere(chunks, prompt)
 
 
-def count_reads(chunks: dict[int, Ids], prompt: Ids) -> tuple[list[Run], int]:
+def count_reads(chunks: dict[int, Ids], prompt: Ids) -> tuple[list[NumberedRun], int]:
     """The runs of a prompt, and how often the ids of a chunk were read for them."""
     read: list[int] = []
 
@@ -168,7 +168,7 @@ def count_reads(chunks: dict[int, Ids], prompt: Ids) -> tuple[list[Run], int]:
 def test_a_prompt_that_repeats_itself_is_covered_with_bounded_work(make):
     ids = make(random.Random(0))
     runs, num_reads = count_reads(dict.fromkeys(range(200), ids), ids * 32)
-    assert sum(run.length for run in runs) > 0.9 * 256 * 32
+    assert sum(end - start for _, _, start, end in runs) > 0.9 * 256 * 32
     assert num_reads <= 200
 
 
@@ -177,7 +177,7 @@ def test_a_sentence_in_many_chunks_is_found_and_read_from_few():
     sentence = random_ids(rng, 48)
     chunks = {number: [*sentence, *random_ids(rng, 40)] for number in range(3000)}
     runs, num_reads = count_reads(chunks, [1, *sentence, 2])
-    assert [run.length for run in runs] == [48]
+    assert [end - start for _, _, start, end in runs] == [48]
     assert num_reads <= 2 * token_index.MAX_EQUAL_ANCHORS
     runs, _ = count_reads(chunks, [1, *chunks[2999], 2])  # its own anchors lead to the sentence, too
-    assert runs == [Run(2999, 0, 1, 89)]
+    assert runs == [(2999, 0, 1, 89)]

@@ -257,7 +257,7 @@ def test_a_removal_waits_for_the_server_that_is_storing(tmp_path, catalog, monke
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
 def test_documents_survive_restarts_of_postgresql(tmp_path, kind, monkeypatch):
     monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.3)
-    monkeypatch.setattr("ragblend.catalog.known_chunks._OUTAGE_PAUSE_S", 0.2)
+    monkeypatch.setattr("ragblend.engine.matching._OUTAGE_PAUSE_S", 0.2)
     with start_postgres() as server, running(tmp_path, server.url, "one", "other") as (one, other):
         assert one.hits(B) == other.hits(B) == 0  # the engines, and the catalogue for them, are open before the outage
         one.send(*({"id": f"{number}", "chunks": [f"{number}. {A}"]} for number in range(60)))

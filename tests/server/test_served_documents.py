@@ -641,14 +641,14 @@ def test_each_change_of_documents_is_in_the_audit_log(server, caplog):
 
 
 def test_a_server_that_starts_without_its_catalogue_accepts_documents_when_it_is_back(tmp_path, monkeypatch):
-    made, is_down = served_documents.SentDocumentTable, True
+    made, is_down = served_documents.ChunkRegistry, True
 
     def connect(place: Any) -> Any:
         if is_down:
             raise BackendUnreachableError("the catalogue does not answer")
         return made(place)
 
-    monkeypatch.setattr(served_documents, "SentDocumentTable", connect)
+    monkeypatch.setattr(served_documents, "ChunkRegistry", connect)
     monkeypatch.setattr(served_documents, "_RETRY_S", 0.01)
     with serving(tmp_path / "kv") as server:
         for use in (lambda: server.send({"id": "a", "text": A}), server.counts):

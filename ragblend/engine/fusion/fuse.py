@@ -220,7 +220,9 @@ def _candidates(plan: FusePlan) -> _CandidateState:
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
         is_candidate[span], is_fresh[span], chunks[span] = not stays, False, number
         is_edge[[placement.start, placement.end - 1]] = True
-        drift_gain[span] = plan.rule.drift_gain_in_context if placement.has_context else plan.rule.drift_gain
+        # KV that was computed after other text than the prefix changes less in a prompt.
+        has_context = placement.variant is not None and placement.variant.policy != "none"
+        drift_gain[span] = plan.rule.drift_gain_in_context if has_context else plan.rule.drift_gain
     if plan.wants_logits:
         is_candidate[-1], is_fresh[-1] = False, True  # always computed: its logits are the answer
     rows, fresh_rows = np.flatnonzero(is_candidate), np.flatnonzero(is_fresh)

@@ -10,7 +10,7 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,9 +29,9 @@ from ragblend.engine.fusion.rules import (
     num_to_recompute,
     validate_check_layer,
 )
-from ragblend.engine.report import BlendReport, PrefixMatch
-from ragblend.engine.store.format.kv import ChunkKV, LayerKV
-from ragblend.options import ContextPolicy
+from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.store.format.kv import ChunkKV, LayerKV, slice_kv_rows
+from ragblend.prompt.types import ChunkRun, Variant
 
 # Layers whose KV is one allocation; 0: each tensor is one. With all layers in one, enlarging it would need twice its
 # memory for a moment. On a CPU, the C library returns blocks above 32 MiB to the system, and new ones are zeroed again.
@@ -39,7 +39,7 @@ ALLOCATED_LAYERS = defaultdict(lambda: 8, cpu=0)
 
 
 class Placement(NamedTuple):
-    """Stored KV of a chunk, and the prompt position at which it is placed.
+    """Stored KV of a run of a prompt, and the position at which it is placed.
 
     `exact`: True if the KV was computed after precisely the tokens that precede the chunk in the prompt. Such KV is not
     recomputed, with one exception: ratio 1 recomputes KV stored in eight bits, so that it equals full prefill.
@@ -48,7 +48,14 @@ class Placement(NamedTuple):
     kv: ChunkKV
     start: int
     exact: bool
-    has_context: bool = False  # computed after other text than the prefix, so its KV changes less in this prompt
+    variant: Variant | None = None  # the variant of the run's chunk; None for a prefix
+
+    @classmethod
+    def of_run(cls, run: ChunkRun, kv: ChunkKV) -> Placement:
+        """Return the placement of `run`, whose variant has the KV `kv`, that of the whole chunk."""
+        assert run.variant is not None
+        rows = slice_kv_rows(kv, run.chunk_start, run.chunk_start + run.num_tokens)
+        return cls(rows, run.start, run.variant.exact, run.variant)
 
     @property
     def end(self) -> int:
@@ -137,7 +144,7 @@ class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
     At `check_layer`, `rule` selects the share `ratio` of the chunk tokens for recomputing. By default, no stored token
-    is recomputed. The first `num_resident` rows of the PromptKVBuffer are valid before fusing starts (a prefix, earlier
+    is recomputed. The first `num_resident` rows of the prompt's KV are valid before fusing starts (a prefix, earlier
     turns). The first `num_exact` of these are exact. The others may not be, for example if an earlier turn blended a
     chunk.
     """
@@ -269,32 +276,28 @@ def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePla
 
 
 def record_fusion(
-    report: BlendReport,
-    starts: Iterable[int],
-    stored: Mapping[int, tuple[Placement, PrefixMatch, ContextPolicy]],
-    plan: FusePlan,
-    fused: FuseResult,
-    num_known: int,
+    report: BlendReport, runs: Sequence[ChunkRun], plan: FusePlan, fused: FuseResult, num_known: int
 ) -> None:
-    """Write into `report` the reused and recomputed tokens, per chunk and in all, and the rule's measurements.
+    """Write into `report` the reused and recomputed tokens, per run and in all, and the rule's measurements.
 
-    Before this call, all of `report.chunks` are misses. `starts`: the position of each chunk's first token. `stored`:
-    the chunks whose stored KV was used, by this position. Each value is the placement, the chunk's `prefix_match` (see
-    `ChunkReport`), and the policy of the KV's ingestion context. `num_known`: the number of tokens at the start of the
-    prompt whose KV an earlier request left in memory.
+    `runs`: the prompt's runs. `report.chunks` gets one report for each; a run is a hit if `plan` places its KV, or if
+    it begins in the resident rows. `num_known`: the number of tokens at the start of the prompt whose KV an earlier
+    request left in memory.
 
     `report.attention_*`: see `question_attention_shares`. `report.mean_deviation`: the mean `relative_deviation` of the
     recomputed tokens, at the check layer. Figures that the rule did not measure stay None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
-    for chunk, start in zip(report.chunks, starts, strict=True):
+    placement_by_end = {placement.end: placement for placement in plan.placements}
+    report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
+    for chunk, run in zip(report.chunks, runs, strict=True):
+        start, placement = run.start, placement_by_end.get(run.end)
         resident_end = min(start + chunk.num_tokens, plan.num_resident)
         is_exact = resident_end <= max(start, plan.exact_end)  # False if an earlier turn blended a part of the chunk
-        if start in stored:
-            placement, match, policy = stored[start]
-            header = placement.kv.header
-            chunk.hit, chunk.prefix_match, chunk.context = True, match, policy
+        if placement is not None and placement.variant is not None:
+            header, variant = placement.kv.header, placement.variant
+            chunk.hit, chunk.prefix_match, chunk.context = True, variant.match, variant.policy
             chunk.exact, chunk.kv_dtype = is_exact and placement.exact and header.is_lossless, header.stored_dtype
             chunk.num_recomputed_tokens = bisect_left(recomputed, placement.end) - bisect_left(recomputed, start)
         elif start < plan.num_resident:

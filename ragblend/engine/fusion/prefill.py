@@ -27,7 +27,6 @@ CPU_PASS_TOKENS, GPU_PASS_TOKENS = 640, 8192
 # would differ in its last bits from that of the same chunk among others.
 LEAST_PASS_TOKENS = 32
 
-PREFIXES_KEPT = 8  # prefixes whose KV an engine keeps in memory; they are few and short
 # Most tokens at the end of a prefix that are computed with the prompt rather than in a separate pass: labels, and first
 # tokens of chunks, differ from prompt to prompt.
 COMPUTED_IN_PROMPT = 32

@@ -60,8 +60,7 @@ class GcResult(NamedTuple):
 
     `evicted`: keys of the deleted entries. `num_quarantined`: number of deleted damaged files, moved aside earlier.
     `num_temp_files`: number of deleted temporary files. `freed_bytes`: size of all deleted files. `kept_bytes`: size of
-    the remaining entries. `texts`: the deleted registered texts. `pins`: the documents whose pins were deleted. `gc`
-    leaves both empty; only `collect_garbage` deletes texts and pins.
+    the remaining entries. `pins`: the documents whose pins were deleted, which only `collect_garbage` deletes.
     """
 
     evicted: tuple[str, ...]
@@ -69,7 +68,6 @@ class GcResult(NamedTuple):
     num_temp_files: int
     freed_bytes: int
     kept_bytes: int
-    texts: tuple[str, ...] = ()
     pins: tuple[str, ...] = ()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from ragblend.options import DiskBudget, TierKeywords, TierOptions
+from ragblend.option_keywords import TierKeywords
+from ragblend.options import DiskBudget, TierOptions
 
 if TYPE_CHECKING:
     from ragblend.engine.store.base import KVStore

@@ -7,7 +7,6 @@ computes the rest. Depends on the model's layers, the store and reports, not on 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
@@ -20,28 +19,25 @@ from ragblend.engine.base import LocalEngine
 from ragblend.engine.fusion.fuse import LayerCall, fuse, fuse_steps
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
-from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult, Refinement
 from ragblend.engine.loop import EngineLoop
+from ragblend.engine.matching import PrefixKVCache, find_stored, find_variants
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.format.keys import LookupContext, chunk_key, lookup_contexts
-from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory, slice_kv_rows
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.errors import DamagedEntryError
 from ragblend.prompt.render import Renderer
-from ragblend.prompt.types import ChunkRun, common_prefix_length
+from ragblend.prompt.types import ChunkRun, Variant, common_prefix_length
 
 log = logging.getLogger(__name__)
 
 StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
 """A store's `get`, as one request calls it."""
-
-
-StoredRuns = dict[int, tuple[Placement, LookupContext]]
-"""The runs of a prompt whose chunks are stored, by start position, with the context in which each was found."""
 
 
 class BlendingEngine(LocalEngine):
@@ -68,7 +64,7 @@ class BlendingEngine(LocalEngine):
         self.machine = machine  # if given, requests without a ratio follow `loading_controller.decide_reuse`
         self.timelines: list[Timeline] | None = None  # if a list, every fused request appends its layers' times
         self._has_warned_fallback = False
-        self._prefixes: OrderedDict[tuple[int, ...], FusedKV] = OrderedDict()
+        self._prefixes = PrefixKVCache[FusedKV]()
 
     def prefill(self, request: EngineRequest) -> PrefillResult:
         """Return the prompt's KV, and its last token's logits, from which the first token of the answer is sampled."""
@@ -81,7 +77,7 @@ class BlendingEngine(LocalEngine):
         """
         store_get: StoreGet = self.store.get
         if self.store.has_remote_tiers and request.mode != "full":
-            keys = [key for run in request.prompt.runs for key, _ in self._keys(request, run)]
+            keys = [each.key for run in request.prompt.runs for each in self._variants(request, run)]
             store_get = partial(self.store.get_local, fetched=self.store.fetch_from_remote(keys))
         return partial(self._prefill, request, store_get)
 
@@ -109,8 +105,7 @@ class BlendingEngine(LocalEngine):
         fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
         num_resident, num_known, num_exact = self._copy_resident_rows(request, fused)
         prefix_s = perf_counter() - start_s
-        stored = self._lookup(request, num_resident, damaged, store_get)
-        placements = tuple(placement for placement, _ in stored.values())
+        placements = self._lookup(request, num_resident, damaged, store_get)
         ratio, fallback_reason = self._choose_ratio(request, num_resident, placements)
         if fallback_reason:
             return self._fall_back(request, fallback_reason)
@@ -129,17 +124,15 @@ class BlendingEngine(LocalEngine):
         result, loader = self._fuse(plan, fused)
         report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
         if request.fit is not None and request.mode in ("blend", "reuse"):
-            report.predicted_agreement = request.fit.agreement_at(ratio)
+            request.fit.predict(report, ratio)
         runs = request.prompt.runs
-        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
-        used = {start: (placement, each.match, each.policy) for start, (placement, each) in stored.items()}
-        record_fusion(report, (run.start for run in runs), used, plan, result, num_known)
+        record_fusion(report, runs, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
-        wanted = runs if request.mode != "prefix" else ()
-        misses = tuple(run for run in wanted if run.end > num_resident and run.start not in stored)
+        wanted, placed_ends = runs if request.mode != "prefix" else (), {each.end for each in placements}
+        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
         refine_ratio = request.options.refine_ratio
         return PrefillResult(
             fused,
@@ -205,36 +198,35 @@ class BlendingEngine(LocalEngine):
                 fused.copy_front(conversation.fused, count)
                 return count, count, min(count, conversation.num_exact)
         prefix_ids = tuple(prompt.token_ids[: prompt.num_prefix])
-        prefix, count = self._longest_known_prefix(prefix_ids)
+        prefix, count = self._prefixes.find_longest(prefix_ids)
         num_known = count
         if prefix is None or len(prefix_ids) - count > COMPUTED_IN_PROMPT:
             prefix, count = self._prefix(prefix_ids), len(prefix_ids)
         fused.copy_front(prefix, count)
         return count, num_known, count
 
-    def _lookup(self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet) -> StoredRuns:
-        """Return the prompt's stored runs, each in the best context in which its chunk is stored."""
-        found: StoredRuns = {}
+    def _lookup(
+        self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
+    ) -> tuple[Placement, ...]:
+        """Return the prompt's stored runs with their KV, each in the best variant of its chunk that is stored."""
+        placements = []
         for run in request.prompt.runs:
-            if run.end <= num_resident:
-                continue
-            rest = run.within(num_resident, run.end)
-            for key, context in self._keys(request, rest):
-                kv = store_get(key, rest.chunk_ids) if key not in damaged else None
-                if kv is not None and (request.mode != "prefix" or kv.header.is_lossless):
-                    rows = slice_kv_rows(kv, rest.chunk_start, rest.chunk_start + rest.num_tokens)
-                    found[run.start] = (Placement(rows, rest.start, context.exact, context.policy != "none"), context)
-                    break
-        return found
+            if run.end > num_resident:
+                rest = run if run.start >= num_resident else run.within(num_resident, run.end)
+                intact = (each for each in self._variants(request, rest) if each.key not in damaged)
+                stored = find_stored(rest, intact, store_get)
+                if stored is not None and (request.mode != "prefix" or stored[1].header.is_lossless):
+                    placements.append(Placement.of_run(*stored))
+        return tuple(placements)
 
-    def _keys(self, request: EngineRequest, run: ChunkRun) -> Iterator[tuple[str, LookupContext]]:
-        """Yield the keys of a run's chunk that the request may use, each with its lookup context, the best first."""
-        prompt, is_beginning = request.prompt, run.chunk_start == 0
-        prefixes = (prompt.prefix_ids, self.default_prefix_ids)
+    def _variants(self, request: EngineRequest, run: ChunkRun) -> Iterator[Variant]:
+        """Yield the variants of a run's chunk that the request may use, the best first."""
+        prompt, prefixes = request.prompt, (request.prompt.prefix_ids, self.default_prefix_ids)
         neutral_ids = self.neutral_ids if self.context == "neutral" else ()
-        for context in lookup_contexts(prompt.token_ids, run.start, prefixes, neutral_ids, is_beginning=is_beginning):
-            if request.mode != "prefix" or context.exact:
-                yield chunk_key(self.fingerprint, context.token_ids, run.chunk_ids, self.namespace), context
+        key_of = partial(chunk_key, self.fingerprint, token_ids=run.chunk_ids, namespace=self.namespace)
+        for variant in find_variants(run, prompt.token_ids, prefixes, neutral_ids, key_of):
+            if request.mode != "prefix" or variant.exact:
+                yield variant
 
     # -- decide
 
@@ -309,15 +301,6 @@ class BlendingEngine(LocalEngine):
 
     # -- KV of prefixes
 
-    def _longest_known_prefix(self, prefix_ids: tuple[int, ...]) -> tuple[FusedKV | None, int]:
-        """Return the KV in memory that shares the most first tokens with a prefix, or None, and their number."""
-        shared = {known: common_prefix_length(known, prefix_ids) for known in self._prefixes}
-        longest = max(shared, key=shared.__getitem__, default=None)
-        if longest is None:
-            return None, 0
-        self._prefixes.move_to_end(longest)
-        return self._prefixes[longest], shared[longest]
-
     def _prefix(self, prefix_ids: tuple[int, ...]) -> FusedKV:
         """Return the KV of a prefix, computed once and kept in memory."""
         known = self._prefixes.get(prefix_ids)
@@ -330,17 +313,14 @@ class BlendingEngine(LocalEngine):
             elif prefix_ids == self.ids_before("neutral"):
                 shorter, count = self._prefix(default), len(default)
             else:
-                shorter, count = self._longest_known_prefix(prefix_ids)
+                shorter, count = self._prefixes.find_longest(prefix_ids)
             known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
             if shorter is not None:
                 known.copy_front(shorter, count)
             if count < len(prefix_ids):
                 plan = FusePlan(self._ids(prefix_ids), (), num_resident=count, num_fused=len(prefix_ids))
                 self._fuse_untimed(plan, known)
-            self._prefixes[prefix_ids] = known
-            if len(self._prefixes) > PREFIXES_KEPT:
-                self._prefixes.popitem(last=False)
-        self._prefixes.move_to_end(prefix_ids)
+            self._prefixes.put(prefix_ids, known)
         return known
 
     def _fuse_untimed(self, plan: FusePlan, fused: FusedKV) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Unpack, get_args
 import torch
 from torch import Tensor
 
-from ragblend.engine.agreement import ShadowReport
 from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
@@ -36,7 +35,7 @@ from ragblend.engine.generation import (
     start_streams,
 )
 from ragblend.engine.loop import MAX_NUM_SEQS, EngineLoop
-from ragblend.engine.report import Generation
+from ragblend.engine.report import Generation, ShadowReport
 from ragblend.engine.shadow import yields_same_tokens
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
@@ -48,7 +47,8 @@ from ragblend.engine.transformers.model import is_quantised
 from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.options import ContextPolicy, GenerationKeywords, GenerationOptions
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import ContextPolicy, GenerationOptions
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Part, Prompt
 

@@ -1,9 +1,11 @@
 """Calibrations of rules, and the rule and ratio of a request. `ragblend calibrate` writes one per model, prefix and
-chunker:
+chunker, ingestion one per model and prefix:
 
     STORE/calibrations/MODEL_AND_PREFIX-CHUNKER.json
+    STORE/calibrations/MODEL_AND_PREFIX-stored-chunks.json
 
-A calibration holds, for every rule that was measured, the ratio that met the target and the measured curve.
+A calibration holds, for every rule that was measured, the ratio that met the target and the measured curve. That of
+`ragblend calibrate`, which is of the user's questions, is preferred.
 `resolve_request_tuning` returns the rule and ratio of a request; `save_calibration` writes a calibration. Depends on
 files and numbers, not on models, questions or the fitting.
 """
@@ -18,9 +20,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ragblend.engine.fusion.rules import RULES, find_rule
+from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.signed_json import decode_signed_json
@@ -56,13 +59,18 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RuleFit:
-    """Measured curve of one selection rule, and the ratio chosen from it (1 if no ratio meets the target)."""
+    """Measured curve of one selection rule, and the ratio chosen from it (1 if no ratio meets the target).
+
+    `chosen_by`: "agreement" of the first tokens of many questions, or their "kl" on a few prompts of stored chunks
+    (`ingestion.self_calibration`), which are too few for an agreement.
+    """
 
     rule: str
     check_layer: int  # layer at which the rule selects the tokens to recompute
     ratio: float
     meets_target: bool  # False if no ratio does, not even 1
     curve: tuple[CurvePoint, ...]  # ascending ratios, from 0 to 1
+    chosen_by: Literal["agreement", "kl"] = "agreement"
 
     def __post_init__(self) -> None:
         ratios = [point.ratio for point in self.curve]
@@ -77,6 +85,8 @@ class RuleFit:
             raise UsageError("a calibration has a share that is not between 0 and 1")
         if not all(point.kl >= 0 and point.charged_budget >= 0 for point in self.curve):
             raise UsageError("a calibration has a negative KL or budget")
+        if self.chosen_by not in ("agreement", "kl"):
+            raise UsageError(f"a calibration's ratio was chosen by {self.chosen_by!r}, not by agreement or kl")
 
     @property
     def rule_and_layer(self) -> tuple[str, int]:
@@ -96,6 +106,19 @@ class RuleFit:
         """
         shares = [point.agreement for point in self.curve]
         return interpolate(tuple((point.ratio, min(shares[place:])) for place, point in enumerate(self.curve)), ratio)
+
+    def kl_at(self, ratio: float) -> float:
+        """Return the expected KL(full || this) of the first token at `ratio`, in nats. It never grows with the ratio.
+
+        Each measured value is replaced by the highest that was measured at this or a larger ratio.
+        """
+        values = [point.kl for point in self.curve]
+        return interpolate(tuple((point.ratio, max(values[place:])) for place, point in enumerate(self.curve)), ratio)
+
+    def predict(self, report: BlendReport, ratio: float) -> None:
+        """Set the expected closeness at `ratio` in a request's report."""
+        report.predicted_kl = self.kl_at(ratio)
+        report.predicted_agreement = self.agreement_at(ratio) if self.chosen_by == "agreement" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +161,15 @@ class Calibration:
         return next((fit for fit in self.fits if rule in ("auto", fit.rule)), None)
 
     @property
+    def is_of_stored_chunks(self) -> bool:
+        """Return True if ingestion made it, on prompts of stored chunks."""
+        return self.fits[0].chosen_by == "kl"
+
+    @property
     def filename(self) -> str:
         """Return the file's name. A calibration of another model, prefix or chunker has another name."""
+        if self.is_of_stored_chunks:
+            return f"{_stem(self.fingerprint, self.prefix_ids)}-stored-chunks.json"
         chunker = hashlib.blake2b(self.chunker.encode(), digest_size=8).hexdigest()
         return f"{_stem(self.fingerprint, self.prefix_ids)}-{chunker}.json"
 
@@ -207,7 +237,8 @@ def load_calibration(
 ) -> Calibration | None:
     """Return the calibration of this model and prefix in the store at `store_dir`; None if there is none.
 
-    With `chunker` None, return the latest of all chunkers. A file that is damaged, of another version, under a wrong
+    With `chunker` None, return the latest of all chunkers. That of stored chunks, which is of any chunker, is returned
+    if there is no other. A file that is damaged, of another version, under a wrong
     name or not signed with the store's key is skipped with a warning.
     """
     found: list[Calibration] = []
@@ -220,9 +251,9 @@ def load_calibration(
         except (OSError, ValueError) as error:  # UsageError is a ValueError
             log.warning("calibration %s is skipped: %s; make it again: ragblend calibrate", path, error)
             continue
-        if chunker in (None, calibration.chunker):
+        if calibration.is_of_stored_chunks or chunker in (None, calibration.chunker):
             found.append(calibration)
-    return max(found, key=lambda calibration: calibration.created_s, default=None)
+    return max(found, key=lambda each: (not each.is_of_stored_chunks, each.created_s), default=None)
 
 
 class CalibrationCache:

@@ -25,7 +25,8 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.vllm.params import BlendParams, report_from_params
 from ragblend.engine.vllm.streams import AnswerStream, checked_options, finish_reason
 from ragblend.errors import EngineClosedError, RagblendError
-from ragblend.options import ContextPolicy, GenerationKeywords, GenerationOptions
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import ContextPolicy, GenerationOptions
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Part, Prompt, as_chunk
 

@@ -44,15 +44,8 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
-from ragblend.options import (
-    CONTEXT,
-    RETRIES,
-    SECONDS,
-    ContextPolicy,
-    GenerationKeywords,
-    GenerationOptions,
-    is_server_url,
-)
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationOptions, is_server_url
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.tools import CallFormat, tool_use_as_text
 from ragblend.prompt.types import Message, Part, Prompt, as_chunk

@@ -85,6 +85,6 @@ class ConnectorConfig(TierOptions):
     def open_tiers(self, *, memory: bool = False, fsync: bool = True) -> TieredStore:
         """Open the store: the disk tier, a remote tier if one is configured and, if `memory`, a memory tier."""
         tiers = {**self.tiers, "memory_gib": self.memory_gib if memory else 0.0}
-        store = open_store(self.store, fsync=fsync, **tiers)  # type: ignore[arg-type]
+        store = open_store(self.store, fsync=fsync, **tiers)
         record_entries_on_put(store)
         return store

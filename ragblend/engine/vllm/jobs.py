@@ -6,24 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ragblend.engine.report import PrefixMatch
 from ragblend.engine.vllm.params import BlendParams
-from ragblend.options import ContextPolicy
-
-
-@dataclass(frozen=True, slots=True)
-class StoredSpan:
-    """Positions [start, end) of a prompt whose tokens are those of a stored chunk, or of a part of it."""
-
-    start: int
-    end: int
-    key: str  # of the chunk's entry
-    match: PrefixMatch
-    exact: bool  # the chunk's KV was computed after precisely the tokens that precede it in the prompt
-    policy: ContextPolicy = "none"  # of the entry
-    nbytes: int = 0  # size of the entry's tensors; 0 for an ingestion, which does not read them
-    chunk_ids: tuple[int, ...] = field(default=(), repr=False)  # of the whole chunk; the run may be a part of it
-    chunk_start: int = 0  # index of the run's first token in the chunk
+from ragblend.prompt.types import ChunkRun
 
 
 class BlendTurn(NamedTuple):
@@ -31,7 +15,12 @@ class BlendTurn(NamedTuple):
 
     start: int
     end: int
-    stored: tuple[StoredSpan, ...]  # ascending
+    runs: tuple[ChunkRun, ...]  # ascending
+
+    @property
+    def stored(self) -> tuple[ChunkRun, ...]:
+        """Runs whose chunk has a stored variant."""
+        return tuple(run for run in self.runs if run.variant is not None)
 
     @property
     def fused_start(self) -> int:
@@ -46,7 +35,7 @@ class BlendTurn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlendJob:
-    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the only one of `spans`.
+    """Work for one request: fill positions [0, end) of its blocks. Mode "ingest" also stores the only one of `runs`.
 
     `turns`: fused in their order. An ingestion has one, of the chunks that are stored already.
     """
@@ -55,7 +44,7 @@ class BlendJob:
     params: BlendParams
     ratio: float
     token_ids: tuple[int, ...] = field(repr=False)  # of the whole prompt; vLLM's crash dumps show the repr
-    spans: tuple[tuple[int, int], ...]  # positions [start, end) of its runs
+    runs: tuple[ChunkRun, ...]  # of the whole prompt
     end: int  # of the context; vLLM computes the tokens after it
     turns: tuple[BlendTurn, ...]
     block_ids: tuple[int, ...]
@@ -66,12 +55,12 @@ class BlendJob:
     @property
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids before the first chunk."""
-        return self.token_ids[: self.spans[0][0]]
+        return self.token_ids[: self.runs[0].start]
 
     @property
-    def stored(self) -> tuple[StoredSpan, ...]:
-        """Stored chunks of all turns."""
-        return tuple(span for turn in self.turns for span in turn.stored)
+    def stored(self) -> tuple[ChunkRun, ...]:
+        """Stored runs of all turns."""
+        return tuple(run for turn in self.turns for run in turn.stored)
 
     @property
     def num_tokens_to_compute(self) -> int:
@@ -80,6 +69,6 @@ class BlendJob:
         Prefix and resident tokens do not count. Of the others before `end`, all without stored KV count and, in mode
         "blend", the share `ratio` of those with stored KV.
         """
-        num_stored = sum(span.end - span.start for span in self.stored)
+        num_stored = sum(run.num_tokens for run in self.stored)
         ratio = self.ratio if self.params.mode == "blend" else 0.0
-        return self.end - max(self.num_resident, self.spans[0][0]) - num_stored + math.ceil(ratio * num_stored)
+        return self.end - max(self.num_resident, self.runs[0].start) - num_stored + math.ceil(ratio * num_stored)

@@ -25,6 +25,7 @@ from ragblend.engine.vllm.support import (
     FAILING_ARCHITECTURES,
     FP8_CACHES,
     draft_note,
+    latent_kv_shape,
     require_supported_version,
     unsupported_reasons,
     untested_architecture_note,
@@ -71,8 +72,7 @@ class Checkpoint(NamedTuple):
     bytes_per_token: int  # of one token's KV in all layers, in `dtype`
     context_length: int  # in tokens
     num_layers: int
-    num_heads: int  # KV heads per layer
-    head_dim: int
+    kv_shape: tuple[int, int, int]  # of each layer's stored KV: (H, D of keys, D of values)
 
     def stored_bytes_per_token(self, kv_dtype: str) -> int:
         """Return the number of bytes of stored KV per token, all layers, in a store with this `kv_dtype`."""
@@ -85,8 +85,7 @@ class Checkpoint(NamedTuple):
     @property
     def kv_spec(self) -> KVSpec:
         """Dtype and shapes of the model's KV."""
-        shapes = [(self.num_heads, self.head_dim, self.head_dim)] * self.num_layers
-        return KVSpec.from_kv_shapes(self.dtype, shapes)
+        return KVSpec.from_kv_shapes(self.dtype, [self.kv_shape] * self.num_layers)
 
 
 def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
@@ -100,16 +99,18 @@ def find_checkpoint(model: str, options: ModelOptions = AS_IT_IS) -> Checkpoint:
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    shape = (int(heads), int(head_dim), int(head_dim))
+    if _is_latent(text):
+        shape = latent_kv_shape(text)
     return Checkpoint(
         model_name(model),
         path,
         dtype_name(kind),
         model_fingerprint(path, dtype_name(kind)),
-        int(text.num_hidden_layers * heads * head_dim * 2 * kind.itemsize),
+        KVSpec.from_kv_shapes(dtype_name(kind), [shape] * int(text.num_hidden_layers)).bytes_per_token("auto"),
         int(text.max_position_embeddings),
         int(text.num_hidden_layers),
-        int(heads),
-        int(head_dim),
+        shape,
     )
 
 
@@ -147,7 +148,7 @@ def forecast_serving(model: str, flags: Sequence[str] = (), options: ModelOption
         hf_text_config=text,
         dtype=choose_dtype(options.dtype, config, find_device("auto")),
         max_model_len=_int_flag(flags, "--max-model-len", int(getattr(text, "max_position_embeddings", 0))),
-        use_mla=getattr(text, "kv_lora_rank", None) is not None,
+        use_mla=_is_latent(text),
         is_hybrid=any(name.startswith(_RECURRENT_FIELDS) for name in text.to_dict()),
         is_moe=any("experts" in name and value for name, value in text.to_dict().items()),
     )
@@ -175,6 +176,10 @@ def forecast_serving(model: str, flags: Sequence[str] = (), options: ModelOption
         tuple(reasons),
         tuple(note for note, applies in notes.items() if applies),
     )
+
+
+def _is_latent(config: Any) -> bool:
+    return getattr(config, "kv_lora_rank", None) is not None
 
 
 def _int_flag(flags: Sequence[str], name: str, default: int) -> int:

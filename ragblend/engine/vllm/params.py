@@ -85,7 +85,13 @@ class BlendParams:
     @classmethod
     def from_options(cls, options: GenerationOptions, namespace: str) -> BlendParams:
         """Return the parameters of a prompt with these generation options."""
-        return cls(options.mode, options.rule, options.recompute_ratio, namespace, options.seed or 0)
+        return cls(
+            mode=options.mode,
+            rule=options.rule,
+            ratio=options.recompute_ratio,
+            namespace=namespace,
+            seed=options.seed or 0,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the request's `kv_transfer_params` as JSON values."""

@@ -10,7 +10,8 @@ from time import perf_counter
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, FinishReason, Generation
 from ragblend.errors import UsageError
-from ragblend.options import GenerationKeywords, GenerationOptions
+from ragblend.option_keywords import GenerationKeywords
+from ragblend.options import GenerationOptions
 
 log = logging.getLogger(__name__)
 

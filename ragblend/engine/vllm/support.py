@@ -31,11 +31,21 @@ OLDEST, BEFORE = (0, 28), (0, 34)
 tests/engine/beside_vllm/test_vllm_contract.py reads its wheel."""
 
 _GLOBAL_LAYERS_FROM = (0, 32)  # older releases apply the sliding window to the layers without one, too
+_LATENTS_FROM = (0, 32)  # the oldest release in which MLA was tested
+
+_ROPE_TYPES_OF_VLLM = {"deepseek_yarn": "yarn", "deepseek_llama_scaling": "yarn"}
+"""Names that vLLM's models write into their config, and transformers' name of the type."""
 
 TESTED_ARCHITECTURES = (
+    "ArceeForCausalLM",
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
     "Exaone4ForCausalLM",
+    "FlexOlmoForCausalLM",
     "GemmaForCausalLM",
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
@@ -43,13 +53,17 @@ TESTED_ARCHITECTURES = (
     "GlmForCausalLM",
     "Glm4ForCausalLM",
     "Glm4MoeForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
     "GraniteMoeForCausalLM",
+    "HeliumForCausalLM",
+    "Jais2ForCausalLM",
     "LlamaForCausalLM",
     "Ministral3ForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
+    "NanoChatForCausalLM",
     "OlmoForCausalLM",
     "Olmo2ForCausalLM",
     "Olmo3ForCausalLM",
@@ -62,13 +76,21 @@ TESTED_ARCHITECTURES = (
     "Qwen3VLForConditionalGeneration",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
+    "SolarOpenForCausalLM",
+    "Starcoder2ForCausalLM",
 )
 """Architectures that tests/inside_vllm runs, most of them beside an independent CacheBlend over the transformers
 counterpart. Others are served, too, if they pass the exactness check at start."""
 
 _NORMED_AFTER_ROPE = "its keys are normed after RoPE, but the connector takes them before it; the check at start fails"
-FAILING_ARCHITECTURES = dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), _NORMED_AFTER_ROPE)
-"""Architectures that are known to fail the exactness check at start, with the reason."""
+_UNLIKE_LAYERS = (
+    "its layers have heads of two sizes, or attend to other layers' KV, which the connector does not support"
+)
+FAILING_ARCHITECTURES = {
+    **dict.fromkeys(("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"), _NORMED_AFTER_ROPE),
+    **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), _UNLIKE_LAYERS),
+}
+"""Architectures that are known to be rejected at start, with the reason."""
 
 FP8_CACHES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """vLLM's `--kv-cache-dtype` of eight bits with one scale per layer or head, and the dtypes of their elements."""
@@ -149,7 +171,9 @@ def unsupported_reasons(vllm_config: Any) -> list[str]:
             "engines, which do not run them for a blend; start as many servers and a router (docs/deploy.md)"
         )
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
-    if cache_dtype not in ("auto", _name(model.dtype), *FP8_CACHES):
+    if getattr(model, "use_mla", False) and cache_dtype not in ("auto", _name(model.dtype)):
+        reasons.append(f"the KV cache is {cache_dtype}, but latents (MLA) are placed in the model's dtype only")
+    elif cache_dtype not in ("auto", _name(model.dtype), *FP8_CACHES):
         reasons.append(
             f"the KV cache is {cache_dtype} and the model {_name(model.dtype)}, but stored KV is placed in the model's "
             f"dtype or in {', '.join(FP8_CACHES)}; choose one by --kv-cache-dtype"
@@ -171,11 +195,10 @@ def draft_note(vllm_config: Any) -> str:
 def _unsupported_model_reasons(model: Any) -> list[str]:
     config = model.hf_text_config  # of a multimodal model, its decoder's
     reasons = []
-    if getattr(model, "use_mla", False):
-        reasons.append(
-            "its attention is MLA, whose layers store one latent per token for all heads; the connector does not "
-            "support their class (docs/models.md)"
-        )
+    if getattr(config, "index_topk", None) is not None:
+        reasons.append("its attention is MLA with an index, whose keys ragblend does not store")
+    elif getattr(model, "use_mla", False) and (0, 0) < vllm_version() < _LATENTS_FROM:
+        reasons.append(f"its attention is MLA, which needs vLLM {_LATENTS_FROM[0]}.{_LATENTS_FROM[1]}")
     if getattr(model, "is_hybrid", False):
         reasons.append("it has recurrent (state space) layers, whose state cannot be combined from chunks")
     unsupported_types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", WINDOWED})
@@ -185,6 +208,7 @@ def _unsupported_model_reasons(model: Any) -> list[str]:
         )
     for rope in rope_parameters(config).values():
         kind = rope.get("rope_type", "default")
+        kind = _ROPE_TYPES_OF_VLLM.get(kind, kind)
         if kind == "longrope":
             original = int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
             if model.max_model_len > original:
@@ -229,7 +253,7 @@ def reject_kv_groups(kv_cache_config: Any) -> None:
     """
     groups = kv_cache_config.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
-    if len(groups) != 1 or kinds != ["FullAttentionSpec"]:
+    if len(groups) != 1 or kinds not in (["FullAttentionSpec"], ["MLAAttentionSpec"]):
         raise UnsupportedModelError(
             f"ragblend needs one KV cache of full attention, but vLLM has {len(groups)} of {', '.join(kinds)}. "
             f"For a model with sliding windows, start vLLM with --disable-hybrid-kv-cache-manager. {FIX_HINT}"
@@ -305,9 +329,20 @@ def vllm_model_options(model_config: Any, place: str | None = None) -> ModelOpti
 
 def model_kv_spec(model_config: Any) -> KVSpec:
     """Return dtype and shapes of the model's stored KV. The shapes include the heads of all ranks."""
-    heads, dim = model_config.get_total_num_kv_heads(), model_config.get_head_size()
-    layers = int(model_config.hf_text_config.num_hidden_layers)
-    return KVSpec.from_kv_shapes(dtype_name(model_config.dtype), [(heads, dim, dim)] * layers)
+    heads, dim, config = (
+        model_config.get_total_num_kv_heads(),
+        model_config.get_head_size(),
+        model_config.hf_text_config,
+    )
+    shape = (heads, dim, dim)
+    if getattr(model_config, "use_mla", False):
+        shape = latent_kv_shape(config)
+    return KVSpec.from_kv_shapes(dtype_name(model_config.dtype), [shape] * int(config.num_hidden_layers))
+
+
+def latent_kv_shape(config: Any) -> tuple[int, int, int]:
+    """Return the shape (H, D of keys, D of values) of a layer's stored KV in MLA: the shared key, and the latent."""
+    return 1, int(config.qk_rope_head_dim), int(config.kv_lora_rank)
 
 
 def _name(dtype: Any) -> str:

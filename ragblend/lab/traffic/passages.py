@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from ragblend.lab.traffic.tokens import Ids
-from ragblend.prompt.token_index import Run, TokenIndex
+from ragblend.prompt.token_index import NumberedRun, TokenIndex
 
 BLOCK = 16
 """Tokens of a block in vLLM, the unit in which it caches prefixes."""
@@ -88,15 +88,15 @@ class RepeatedPassages:
         """
         index = self._indexes.setdefault(namespace, TokenIndex(self._texts.__getitem__))
         rest = ids[prefix:]
-        runs = [run for run in index.find_runs(rest) if run.length >= LEAST]
-        for run in runs:
-            self.run_sources.append(self.starts[run.chunk] + run.chunk_start)
-            self.run_lengths.append(run.length)
+        runs = [run for run in index.find_runs(rest) if run[3] - run[2] >= LEAST]
+        for passage, offset, start, end in runs:
+            self.run_sources.append(self.starts[passage] + offset)
+            self.run_lengths.append(end - start)
             self.run_requests.append(request)
         for start, end in _between(runs, len(rest)):
             for cut in range(start, end, MAX_PASSAGE):
                 self._add(request, rest[cut : min(end, cut + MAX_PASSAGE)], index)
-        return sum(run.length for run in runs)
+        return sum(end - start for _, _, start, end in runs)
 
     def _add(self, request: int, ids: Ids, index: TokenIndex) -> None:
         if len(ids) < LEAST:
@@ -108,12 +108,12 @@ class RepeatedPassages:
         self.size += len(ids)
 
 
-def _between(runs: Iterable[Run], end: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of [0, end) that are in no run."""
-    start = 0
-    for run in runs:
-        if start < run.start:
-            yield start, run.start
-        start = run.end
-    if start < end:
-        yield start, end
+def _between(runs: Iterable[NumberedRun], length: int) -> Iterator[tuple[int, int]]:
+    """Yield the parts of [0, length) that are in no run, as (start, end)."""
+    last_end = 0
+    for _, _, start, end in runs:
+        if last_end < start:
+            yield last_end, start
+        last_end = end
+    if last_end < length:
+        yield last_end, length

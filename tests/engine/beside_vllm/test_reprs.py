@@ -16,8 +16,8 @@ from ragblend.engine.vllm.params import BlendParams
 from ragblend.engine.vllm.scheduler_side.loading import MemoryTierDelta
 from ragblend.engine.vllm.scheduler_side.lookup import LookupResult
 from ragblend.engine.vllm.scheduler_side.scheduler import _RequestState
-from ragblend.engine.vllm.worker_side.worker import BlendJob, JobResult, StoredSpan, _ActiveJob
-from ragblend.prompt.types import MatchedPrompt
+from ragblend.engine.vllm.worker_side.worker import BlendJob, BlendTurn, JobResult, _ActiveJob
+from ragblend.prompt.types import ChunkRun, MatchedPrompt, Variant
 
 # What vLLM's processes hold, and send to each other in `BlendMetadata` and `BlendReports`.
 ROOTS: tuple[type[Any], ...] = (
@@ -58,9 +58,9 @@ def test_no_repr_holds_ids_or_text(kind):
 
 def test_a_job_shows_what_the_reader_of_a_crash_dump_needs():
     ids = tuple(range(90_000, 90_064))
-    span = StoredSpan(1, 60, "key", "exact", True, chunk_ids=ids[1:60])
+    run = ChunkRun(ids[1:60], 0, 1, 60, variant=Variant("key", "exact", exact=True))
     params = BlendParams(namespace="acme")
-    dumped = repr([BlendJob("one", params, 0.15, ids, ((1, 60),), 60, (span,), (3, 4), "model")])
+    dumped = repr([BlendJob("one", params, 0.15, ids, (run,), 60, (BlendTurn(0, 64, (run,)),), (3, 4), "model")])
     assert "9000" not in dumped
-    for each in ("'one'", "acme", "'key'", "spans=((1, 60),)", "block_ids=(3, 4)"):
+    for each in ("'one'", "acme", "'key'", "start=1, end=60", "block_ids=(3, 4)"):
         assert each in dumped

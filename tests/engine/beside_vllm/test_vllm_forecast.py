@@ -53,7 +53,7 @@ def test_flags_change_the_forecast(config_of, flags, words):
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("ArceeForCausalLM", {}, "ArceeForCausalLM would be served: not tested in vLLM, the exactness check"),
+        ("HYV3ForCausalLM", {}, "HYV3ForCausalLM would be served: not tested in vLLM, the exactness check"),
         ("Gemma3ForConditionalGeneration", {}, "tested exact; requests with images or other media are left to vLLM"),
         ("Qwen3VLForConditionalGeneration", {}, "tested exact; requests with images or other media are left to vLLM"),
         (
@@ -61,8 +61,10 @@ def test_flags_change_the_forecast(config_of, flags, words):
             {"sliding_window": 4096},
             "its layers attend to 4096 tokens.*--disable-sliding-window",
         ),
-        ("DeepseekV3ForCausalLM", {}, "rejected: its attention is MLA"),
+        ("DeepseekV3ForCausalLM", {}, "DeepseekV3ForCausalLM would be served: tested exact"),
+        ("DeepseekV32ForCausalLM", {}, "rejected: its attention is MLA with an index"),
         ("HunYuanDenseV1ForCausalLM", {}, "rejected: its keys are normed after RoPE"),
+        ("Gemma4ForCausalLM", {}, "rejected: .*heads of two sizes"),
         ("GPT2LMHeadModel", {}, "rejected: its config has no RoPE"),
         ("Mamba2ForCausalLM", {}, "rejected: it has recurrent"),
         ("JambaForCausalLM", {}, "rejected: it has recurrent"),

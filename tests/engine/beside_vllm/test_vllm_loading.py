@@ -11,8 +11,8 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
 from ragblend.engine.tuning.machine import machine_facts, vllm_machine_facts
-from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, MemoryTierTracker
+from ragblend.prompt.types import ChunkRun, Variant
 
 KVS = [make_kv(seed, tokens=20) for seed in range(6)]
 KEYS = [kv.header.key for kv in KVS]
@@ -28,10 +28,9 @@ def disk(tmp_path_factory):
     return disk
 
 
-def spans(count: int) -> tuple[StoredSpan, ...]:
-    return tuple(
-        StoredSpan(5 + 20 * at, 25 + 20 * at, KEYS[at], "approximate", False, "none", NBYTES) for at in range(count)
-    )
+def runs(count: int) -> tuple[ChunkRun, ...]:
+    variants = [Variant(key, "approximate", exact=False, nbytes=NBYTES) for key in KEYS]
+    return tuple(ChunkRun((), 0, 5 + 20 * at, 25 + 20 * at, variant=variants[at]) for at in range(count))
 
 
 def test_a_profile_of_vllm_is_another_than_one_of_transformers(monkeypatch):
@@ -79,7 +78,7 @@ def test_what_is_told_adds_up_to_what_is_there(steps, every):
 def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory):
     loading = LoadingController(MACHINE)
     loading.apply_delta(MemoryTierDelta(tuple(KEYS[:in_memory])))
-    found = loading.decide(0.15, 75, 5, spans(3))
+    found = loading.decide(0.15, 75, 5, runs(3))
     assert found == decide_reuse(MACHINE, 0.15, 75, 65, {"disk": (3 - in_memory) * NBYTES})
     assert found.load_s == pytest.approx((3 - in_memory) * 20 * 0.6e-3)
     assert (found.ratio > 0.15) == (in_memory < 3)

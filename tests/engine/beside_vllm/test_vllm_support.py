@@ -82,6 +82,8 @@ def test_what_is_supported_is_not_refused():
     assert unsupported_reasons(config(model={"is_moe": True})) == []
     assert unsupported_reasons(config(parallel={"data_parallel_size": 2})) == []
     assert unsupported_reasons(config({"rope_parameters": {"rope_type": "llama3"}})) == []
+    # as vLLM rewrites DeepSeek's "yarn"
+    assert unsupported_reasons(config({"rope_parameters": {"rope_type": "deepseek_yarn"}}, {"use_mla": True})) == []
     by_type = {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "linear"}}
     assert unsupported_reasons(config({**MIXED, "rope_parameters": by_type})) == []
     # --disable-sliding-window leaves the layers' types, and takes the window away
@@ -100,7 +102,8 @@ def test_what_is_supported_is_not_refused():
             config({"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 2048}}),
             "--max-model-len 2048",
         ),
-        (config(model={"use_mla": True}), "MLA"),
+        (config({"index_topk": 2048}, {"use_mla": True}), "MLA with an index, whose keys ragblend does not store"),
+        (config(model={"use_mla": True}, cache_dtype="fp8"), r"the KV cache is fp8, but latents \(MLA\) are placed"),
         (config(model={"is_hybrid": True}), "recurrent"),
         (config(parallel={"pipeline_parallel_size": 2}), "pipeline_parallel_size is 2"),
         (config(parallel={"decode_context_parallel_size": 2}), "decode_context_parallel_size"),
@@ -122,6 +125,12 @@ def test_a_refusal_says_why_and_what_to_do(refused, reason):
 def test_some_layers_with_a_window_need_a_vllm_that_tells_them_apart(monkeypatch, found, is_refused):
     monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: found)
     assert any("vllm#51756" in reason for reason in unsupported_reasons(config(MIXED))) == is_refused
+
+
+@pytest.mark.parametrize(("found", "is_refused"), [((0, 0), False), ((0, 31), True), ((0, 32), False)])
+def test_latents_need_the_first_release_in_which_they_were_tested(monkeypatch, found, is_refused):
+    monkeypatch.setattr("ragblend.engine.vllm.support.vllm_version", lambda: found)
+    assert bool(unsupported_reasons(config(model={"use_mla": True}))) == is_refused
 
 
 def test_every_reason_is_named():
@@ -233,3 +242,11 @@ def test_vllms_kv_cache_on_a_gpu_leaves_room_for_the_layers_that_a_blend_holds(c
     served.cache_config.kv_cache_memory_bytes = given
     measure = reserve_blend_memory(lambda worker: 10 << 30)
     assert measure(SimpleNamespace(vllm_config=served)) == (10 << 30) - reserved
+
+
+def test_latents_leave_room_for_the_workspace_that_expands_them():
+    latents = {"use_mla": True, "get_head_size": lambda: 576}
+    served = config(model=latents, kv_transfer_config=SimpleNamespace(kv_connector=CONNECTOR))
+    served.cache_config.kv_cache_memory_bytes = None
+    measure = reserve_blend_memory(lambda worker: 10 << 30)
+    assert measure(SimpleNamespace(vllm_config=served)) == (10 << 30) - (8 * 4096 + (64 << 10)) * 576 * 2

@@ -8,15 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.vllm.jobs import StoredSpan
-from ragblend.engine.vllm.scheduler_side.turns import (
-    hide_blocks,
-    separate_blended_blocks,
-    split_by_turns,
-    turn_ends,
-    without_quotations,
-)
-from ragblend.prompt.types import ChunkRun
+from ragblend.catalog.registry import ChunkRegistry
+from ragblend.engine.matching import KnownChunks, turn_ends
+from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
+from ragblend.prompt.types import ChunkRun, Variant
 
 TAIL, SETTINGS, BLOCK = (1, 2), ("blend", "ask", 0.15, None, 0), 4
 ids = st.lists(st.integers(3, 5), min_size=1, max_size=12)
@@ -38,12 +33,12 @@ class Request:
             self.block_hashes.append(hashlib.sha256(before + block).digest())
 
 
-def span(start: int, end: int, key: str = "one") -> StoredSpan:
+def span(start: int, end: int, key: str = "one") -> ChunkRun:
     """A stored chunk in a prompt."""
-    return StoredSpan(start, end, key, "exact", exact=False)
+    return ChunkRun((), 0, start, end, variant=Variant(key, "exact", exact=False))
 
 
-def hashes(prompt: list[int], stored: list[StoredSpan], settings: tuple[object, ...] = SETTINGS) -> list[bytes]:
+def hashes(prompt: list[int], stored: list[ChunkRun], settings: tuple[object, ...] = SETTINGS) -> list[bytes]:
     """Of the blocks of a prompt with stored chunks."""
     request = Request(prompt)
     separate_blended_blocks(request, split_by_turns(stored, turn_ends(prompt, TAIL)), settings, BLOCK)
@@ -117,6 +112,9 @@ def test_a_quotation_at_the_end_of_any_turn_is_part_of_its_question():
     """So a later prompt has the same runs as the prompt of the turn had."""
     chunk = tuple(range(10, 90))
     prompt = [9, *chunk, 8, *chunk[:20], *TAIL, 8, *chunk[:70], *TAIL, 8, *chunk[:20], *TAIL]
+    known = KnownChunks(ChunkRegistry(), "tokenizer", "")
+    known.add(["a text"], lambda _: chunk)
     runs = [ChunkRun(chunk, 0, start, start + count) for start, count in ((1, 80), (82, 20), (105, 70), (178, 20))]
-    assert [tuple(prompt[run.start : run.end]) for run in runs] == [chunk[: run.num_tokens] for run in runs]
-    assert without_quotations(runs, prompt, TAIL) == [runs[0], runs[2]]
+    assert known.find_runs(prompt) == runs
+    assert known.match(prompt, TAIL, by_turn=True) == [runs[0], runs[2]]
+    assert known.match(prompt, TAIL) == runs[:3]

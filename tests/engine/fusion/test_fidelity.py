@@ -47,7 +47,7 @@ def test_attention_shares_are_those_of_eager_attention(family, ratio, stock_mode
     prompt = make_prompt(31)
     outcome = blend(tiny_layers(family), prompt, ratio, "ask")
     report = BlendReport("blend", "ask", ratio)
-    record_fusion(report, (), {}, plan_of(prompt, "ask"), outcome.result, 0)
+    record_fusion(report, (), plan_of(prompt, "ask"), outcome.result, 0)
 
     mass = attended(stock_model(family), prompt, GLOBAL.get(family, range(6)))
     mass /= mass.sum()  # sinks take some of it
@@ -71,7 +71,7 @@ def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_lay
     prompt, model = make_prompt(32), stock_model(family)
     outcome = blend(tiny_layers(family), prompt, 0.15, rule)
     report = BlendReport("blend", rule, 0.15)
-    record_fusion(report, (), {}, plan_of(prompt, rule), outcome.result, 0)
+    record_fusion(report, (), plan_of(prompt, rule), outcome.result, 0)
 
     # Layer 0's output is exact, so the check computes the KV of full prefill at layer 1.
     _, full = full_prefill(model, prompt.ids)

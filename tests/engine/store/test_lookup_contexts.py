@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from tiny_prompts import CHUNKS
 
 from ragblend import Chunk, Prompt, load_engine, open_store
-from ragblend.engine.store.format.keys import lookup_contexts
+from ragblend.engine.matching import find_variants
 from ragblend.engine.store.metadata import CONTEXT_FILE
 from ragblend.engine.transformers.blend import BlendingEngine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import CorruptError, UsageError
 from ragblend.prompt.render import NEUTRAL_TEXT
+from ragblend.prompt.types import ChunkRun
 
 ids = st.lists(st.integers(0, 9), max_size=6)
 NEUTRAL_IDS = (11, 12, 13)
@@ -27,20 +28,19 @@ def test_exact_means_a_chunks_beginning_behind_nothing_but_its_prefix(policy, ow
     prompt = [*own, *between, 7, 7]
     start = len(prompt) - 2
     prefixes = (tuple(own), tuple(default))
-    found = lookup_contexts(
-        prompt, start, prefixes, NEUTRAL_IDS if policy == "neutral" else (), is_beginning=is_beginning
-    )
-    assert all(context.exact <= (list(context.token_ids) == prompt[:start]) for context in found)
-    assert any(context.exact for context in found) == (is_beginning and tuple(prompt[:start]) in prefixes)
-    assert not any(context.exact for context in found[1:])
-    assert not any(context.exact for context in found if context.policy == "neutral")
+    run = ChunkRun((6, 7, 7), 0 if is_beginning else 1, start, start + 2)
+    found = list(find_variants(run, prompt, prefixes, NEUTRAL_IDS if policy == "neutral" else (), str))
+    assert all(variant.exact <= (variant.key == str(tuple(prompt[:start]))) for variant in found)
+    assert any(variant.exact for variant in found) == (is_beginning and tuple(prompt[:start]) in prefixes)
+    assert not any(variant.exact for variant in found[1:])
+    assert not any(variant.exact for variant in found if variant.policy == "neutral")
     policies = ["neutral", "none"] if policy == "neutral" else ["none"]
-    assert {context.policy for context in found if context.match == "exact"} == set(policies)
-    assert [context.policy for context in found if not context.exact] == sorted(
-        context.policy for context in found if not context.exact
+    assert {variant.policy for variant in found if variant.match == "exact"} == set(policies)
+    assert [variant.policy for variant in found if not variant.exact] == sorted(
+        variant.policy for variant in found if not variant.exact
     )  # neutral before none
-    assert {context.token_ids for context in found if context.policy == "neutral"} == (
-        {prefix + NEUTRAL_IDS for prefix in prefixes} if policy == "neutral" else set()
+    assert {variant.key for variant in found if variant.policy == "neutral"} == (
+        {str(prefix + NEUTRAL_IDS) for prefix in prefixes} if policy == "neutral" else set()
     )
     assert len(found) <= 4
 

@@ -251,11 +251,11 @@ def test_an_answer_whose_refinement_fails_is_decoded_all_the_same(engine, monkey
 
 def test_a_refinement_writes_to_no_shared_prefix_and_no_stored_chunk(engine):
     engine.generate(PROMPT, max_tokens=1)
-    prefixes = {ids: copied(kv) for ids, kv in engine._prefixes.items()}
+    prefixes = {ids: copied(kv) for ids, kv in engine._prefixes._kv.items()}
     stored = [engine.store.get(engine.key(chunk)) for chunk in CHUNKS]
     layers = [[each.clone() for layer in range(6) for each in kv.layer(layer)] for kv in stored]
     engine.generate(PROMPT, recompute_ratio=0.1, refine_ratio=1.0, max_tokens=4)
-    for ids, kv in engine._prefixes.items():
+    for ids, kv in engine._prefixes._kv.items():
         assert all(map(torch.equal, copied(kv), prefixes[ids]))
     for kv, before in zip(stored, layers, strict=True):
         assert all(map(torch.equal, (each for layer in range(6) for each in kv.layer(layer)), before))

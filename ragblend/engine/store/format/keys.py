@@ -20,18 +20,15 @@ import os
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, SupportsIndex
 
-from ragblend.engine.report import PrefixMatch
 from ragblend.engine.store.format.kv import LAYOUT_VERSION, KVHeader
 from ragblend.errors import RagblendError
 from ragblend.files.directory import Directory
 from ragblend.files.reading import read_file
-from ragblend.options import ContextPolicy
 
 log = logging.getLogger(__name__)
 
@@ -76,52 +73,6 @@ def _ids(token_ids: Sequence[SupportsIndex]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
-
-
-# --- contexts
-
-
-@dataclass(frozen=True, slots=True)
-class LookupContext:
-    """One variant of a chunk to look up in the store: KV computed after this prefix, under this context policy.
-
-    `exact`: the variant's KV was computed after exactly the tokens that precede the chunk in the prompt.
-    """
-
-    token_ids: tuple[int, ...] = field(repr=False)  # `chunk_key`'s `prefix_ids`
-    match: PrefixMatch  # "exact" if the prompt begins with the prefix
-    exact: bool
-    policy: ContextPolicy
-
-
-def lookup_contexts(
-    token_ids: Sequence[int],
-    start: int,
-    prefixes: Iterable[tuple[int, ...]],
-    neutral_ids: tuple[int, ...] = (),
-    *,
-    is_beginning: bool = True,
-) -> list[LookupContext]:
-    """Return the contexts in which to look up the chunk at index `start` of a prompt, the best first.
-
-    The exact context comes first, if there is one. Those of neutral variants follow, and then those of chunks alone,
-    each with one context per prefix, in the order of `prefixes`. token_ids: the prompt. prefixes: token ids of each
-    prefix. neutral_ids: the ids of the neutral text; () if the store has no neutral variants. is_beginning: True if the
-    chunk's first token is at `start`. False if a later token of the chunk is there; then no context is exact.
-
-    >>> found = lookup_contexts([1, 5, 6, 7], 3, [(1,), (2,)], neutral_ids=(9,))
-    >>> [(context.token_ids, context.policy) for context in found]
-    [((1, 9), 'neutral'), ((2, 9), 'neutral'), ((1,), 'none'), ((2,), 'none')]
-    """
-    neutral, alone = list[LookupContext](), list[LookupContext]()
-    for prefix in dict.fromkeys(prefixes):
-        begins = tuple(token_ids[: len(prefix)]) == prefix
-        match: PrefixMatch = "exact" if begins else "approximate"
-        if neutral_ids:
-            neutral.append(LookupContext(prefix + neutral_ids, match, False, "neutral"))
-        alone.append(LookupContext(prefix, match, begins and len(prefix) == start and is_beginning, "none"))
-    exact = [context for context in alone if context.exact]
-    return [*exact, *neutral, *(context for context in alone if not context.exact)]
 
 
 # --- fingerprints

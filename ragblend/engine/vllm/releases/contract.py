@@ -40,6 +40,12 @@ ATTRIBUTES = {
         "impl", "kv_cache", "layer_name", "head_size", "head_size_v", "num_heads", "num_kv_heads", "sliding_window",
         "get_attn_backend",
     ),
+    ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention"): (
+        "impl", "kv_cache", "kv_cache_dtype", "layer_name", "num_heads", "kv_lora_rank", "qk_rope_head_dim",
+        "qk_nope_head_dim", "v_head_dim", "_v_up_proj", "get_attn_backend",
+    ),
+    ("vllm.model_executor.layers.attention.mla_attention", "MLACommonPrefillMetadata"): ("prefill_backend",),
+    ("vllm.v1.attention.backends.mla.prefill.base", "MLAPrefillBackend"): ("prepare_metadata",),
     ("vllm.model_executor.models.llama", "LlamaAttention"): ("rotary_emb", "qkv_proj", "total_num_kv_heads"),
     ("vllm.lora.model_manager", "LoRAModelManager"): ("set_adapter_mapping", "_last_mapping", "model"),
     ("vllm.config.vllm", "VllmConfig"): ("model_config", "cache_config", "parallel_config", "scheduler_config"),

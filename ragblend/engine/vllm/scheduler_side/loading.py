@@ -15,7 +15,7 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
 from ragblend.engine.tuning.machine import vllm_machine_facts
-from ragblend.engine.vllm.jobs import StoredSpan
+from ragblend.prompt.types import ChunkRun
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class LoadingController:
         r_star: float,
         num_tokens: int,
         num_prefix: int,
-        stored: Sequence[StoredSpan],
+        stored: Sequence[ChunkRun],
         probes_before_selection: bool = False,
     ) -> ReuseDecision:
         """Return the ratio at which to reuse `stored`, or the reason for full prefill if that is faster.
@@ -81,8 +81,9 @@ class LoadingController:
         """
         assert self.machine is not None
         # Entries of the remote tier have been fetched to the disk already.
-        to_load = sum(span.nbytes for span in stored if span.key not in self._held)
-        num_stored = num_prefix + sum(span.end - span.start for span in stored)
+        variants = [run.variant for run in stored if run.variant is not None]
+        to_load = sum(variant.nbytes for variant in variants if variant.key not in self._held)
+        num_stored = num_prefix + sum(run.num_tokens for run in stored)
         decision = decide_reuse(
             self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, probes_before_selection
         )

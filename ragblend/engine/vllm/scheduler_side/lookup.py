@@ -2,49 +2,53 @@
 
 On a slow or network disk, reading a header takes as long as computing a layer, so threads read it. The scheduler waits
 for at most `PATIENCE_S`, which is enough for a local disk, and then polls at later steps. Depends on keys, stores and
-the prompt matcher, not on vLLM.
+matching, not on vLLM.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import NamedTuple
 
+from ragblend.catalog.registry import open_registry
 from ragblend.engine.base import default_context_policy
+from ragblend.engine.matching import find_stored, find_variants, open_known_chunks, turn_ends
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.format.keys import LookupContext, chunk_key, lookup_contexts
+from ragblend.engine.store.format.keys import chunk_key
+from ragblend.engine.store.format.kv import ChunkKV
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.jobs import StoredSpan
 from ragblend.engine.vllm.params import MAX_RUNS, BlendParams
-from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
-from ragblend.engine.vllm.scheduler_side.turns import turn_ends
 from ragblend.errors import RagblendError
 from ragblend.options import ContextPolicy
-from ragblend.prompt.types import ChunkRun
+from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import ChunkRun, Variant
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.003
 NUM_LOOKUPS = 4  # lookups that run at the same time
+_NAMESPACES_OPEN = 64  # token indexes in memory; every cache salt that a client chooses is a separate namespace
 
 
 class LookupResult(NamedTuple):
     """The result of looking up a prompt's chunks."""
 
-    runs: tuple[ChunkRun, ...]  # parts of the prompt that equal a chunk, or a part of one
-    stored: tuple[StoredSpan, ...] = ()  # the runs whose chunk has a stored entry
+    runs: tuple[ChunkRun, ...]  # those whose chunk is stored have its best stored variant
     missing: tuple[str, ...] = ()  # keys of entries that this machine does not have, but the remote tier may have
     match_s: float = 0.0  # seconds that matching the prompt took
-    turn_ends: tuple[int, ...] = ()  # positions at which the prompt's turns end
+    turn_ends: tuple[int, ...] = ()  # positions at which the prompt's turns end; () if no chunk is stored
 
 
 class ChunkLookup:
-    """Finds the chunks in prompts by `matcher`, and the chunks' entries in `disk`.
+    """Finds the chunks in prompts, and the chunks' entries in `disk`.
 
-    Without a matcher, no chunk is found. `fingerprint` and `num_layers` are the model's. `close` ends the threads.
+    Only chunks whose token ids come from the tokenizer of `renderer` are found; without a renderer, none is.
+    `fingerprint` and `num_layers` are the model's. `close` ends the threads.
     """
 
     def __init__(
@@ -53,16 +57,21 @@ class ChunkLookup:
         config: ConnectorConfig,
         fingerprint: str,
         num_layers: int,
-        matcher: PromptMatcher | None = None,
+        renderer: Renderer | None = None,
     ) -> None:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
         self._remembered, self._default = disk.read_context_policy(), default_context_policy(num_layers)
-        self._matcher = matcher
-        self.prefix_ids = config.prefix_ids or (matcher.prefix_ids if matcher is not None else ())
-        self._neutral_ids = matcher.neutral_ids if matcher is not None else ()
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
-        if matcher is not None:
-            self._pool.submit(matcher.find_runs, (), "")  # builds the token index before any request
+        self.prefix_ids = config.prefix_ids
+        self._tail_ids: tuple[int, ...] = ()
+        self._neutral_ids: tuple[int, ...] = ()
+        self._registry = None if renderer is None else open_registry(disk)
+        if renderer is not None and self._registry is not None:
+            self.prefix_ids = config.prefix_ids or renderer.prefix_ids(pins_date=True)
+            self._tail_ids, self._neutral_ids = renderer.tail_ids, renderer.neutral_ids
+            open_chunks = partial(open_known_chunks, self._registry, renderer.fingerprint)
+            self._known_chunks = lru_cache(_NAMESPACES_OPEN)(open_chunks)
+            self._pool.submit(self._match, (), "")  # builds the token index before any request
 
     def start(
         self,
@@ -76,21 +85,22 @@ class ChunkLookup:
 
         `runs`: the runs that an earlier lookup of the prompt has found; None for the first lookup. With `asks_remote`,
         the result's `missing` has the keys of a chunk's variants that are better than its best one on this machine. If
-        this machine has none, these are all variants. The remote tier may have them. If `missing` is not empty,
-        `stored` is empty. Fetch the variants, and start the lookup again with `asks_remote=False`.
+        this machine has none, these are all variants. The remote tier may have them. If `missing` is not empty, no run
+        has a variant. Fetch the missing ones, and start the lookup again with `asks_remote=False`.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 
     def candidate_keys(self, ids: Sequence[int], namespace: str) -> list[tuple[ChunkRun, list[str]]]:
         """Return the prompt's runs, each with the keys under which its chunk may be stored in any tier, best first."""
         found = self._candidates(ids, self._match(ids, namespace), namespace)
-        return [(run, [key for key, _ in keys]) for run, keys in found]
+        return [(run, [variant.key for variant in variants]) for run, variants in found]
 
     def close(self) -> None:
-        """Cancel the lookups that have not begun, and close the matcher."""
+        """Cancel the lookups that have not begun, and close the registry."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._matcher is not None:
-            self._matcher.close()
+        if self._registry is not None:
+            self._known_chunks.cache_clear()
+            self._registry.close()
 
     def context_policy(self) -> ContextPolicy:
         """Return the context policy: the configured one, else the store's own, else the default for the model."""
@@ -113,64 +123,77 @@ class ChunkLookup:
         if runs is None:
             runs = self._match(ids, params.namespace)
         match_s = perf_counter() - start_s
-        candidates = list(self._candidates(ids, runs, params.namespace))
-        missing = self._missing(candidates) if asks_remote else ()
-        stored = () if missing else tuple(self._find_stored(candidates))
-        ends = turn_ends(ids, self._matcher.tail_ids if self._matcher is not None else (), runs) if stored else ()
-        return LookupResult(runs, stored, missing, match_s, tuple(ends))
+        candidates = self._candidates(ids, runs, params.namespace)
+        if asks_remote and (missing := self._missing(candidates)):
+            return LookupResult(runs, missing, match_s)
+        runs = tuple(self._with_stored_variant(run, variants) for run, variants in candidates)
+        ends = turn_ends(ids, self._tail_ids, runs) if any(run.variant is not None for run in runs) else ()
+        return LookupResult(runs, (), match_s, tuple(ends))
 
     def _match(self, ids: Sequence[int], namespace: str) -> tuple[ChunkRun, ...]:
-        if self._matcher is None:
+        """Return the prompt's runs. Without a catalogue that can be read, there are none.
+
+        The prompt's last token is in no run, because vLLM has to compute this token before it can sample.
+        """
+        if self._registry is None:
             return ()
         try:
-            return tuple(self._matcher.find_runs(ids, namespace)[:MAX_RUNS])
+            runs = self._known_chunks(namespace).match(ids, self._tail_ids, by_turn=True)
         except RagblendError as error:
             log.warning("a prompt was not searched for chunks: %s", error)
             return ()
+        last = len(ids) - 1
+        if runs and runs[-1].end > last:
+            runs[-1] = runs[-1].within(0, last)
+        return tuple(runs[:MAX_RUNS])
 
     def _candidates(
         self, ids: Sequence[int], runs: Sequence[ChunkRun], namespace: str
-    ) -> Iterator[tuple[ChunkRun, list[tuple[str, LookupContext]]]]:
-        """Yield each run with the keys under which its chunk may be stored, the best key first."""
+    ) -> list[tuple[ChunkRun, list[Variant]]]:
+        """Return each run with the variants of its chunk that may be stored, the best first."""
         if not runs:
-            return
+            return []
         prefixes = tuple(ids[: runs[0].start]), self.prefix_ids
         neutral_ids = self._neutral_ids if self.context_policy() == "neutral" else ()
-        for run in runs:
-            found = lookup_contexts(ids, run.start, prefixes, neutral_ids, is_beginning=run.chunk_start == 0)
-            yield run, [(self._key(run, namespace, each.token_ids), each) for each in found]
+        keys = (partial(self._key, run.chunk_ids, namespace) for run in runs)
+        return [
+            (run, list(find_variants(run, ids, prefixes, neutral_ids, key_of)))
+            for run, key_of in zip(runs, keys, strict=True)
+        ]
 
-    def _missing(self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]) -> tuple[str, ...]:
+    def _missing(self, candidates: Sequence[tuple[ChunkRun, list[Variant]]]) -> tuple[str, ...]:
         """Return the keys that are better than the best key whose entry is on this machine."""
         missing: dict[str, None] = {}
-        for _, keys in candidates:
-            for key, _ in keys:
-                if self._disk.contains(key):
+        for _, variants in candidates:
+            for variant in variants:
+                if self._disk.contains(variant.key):
                     break
-                missing[key] = None
+                missing[variant.key] = None
         return tuple(missing)
 
-    def _find_stored(
-        self, candidates: Sequence[tuple[ChunkRun, list[tuple[str, LookupContext]]]]
-    ) -> Iterator[StoredSpan]:
-        """Yield the stored chunks of the prompt, each in its best stored variant."""
-        for run, keys in candidates:
-            for key, context in keys:
-                kv = self._disk.peek(key)
-                if kv is not None and kv.header.token_ids == run.chunk_ids:
-                    facts = (context.match, context.exact, context.policy, kv.nbytes)
-                    yield StoredSpan(run.start, run.end, key, *facts, run.chunk_ids, run.chunk_start)
-                    break
+    def _with_stored_variant(self, run: ChunkRun, variants: Sequence[Variant]) -> ChunkRun:
+        """Return the run with the best variant that is on this machine; the run as it is if none is."""
+
+        def read(key: str, chunk_ids: Sequence[int]) -> ChunkKV | None:
+            kv = self._disk.peek(key)
+            return kv if kv is not None and kv.header.has_ids(chunk_ids) else None
+
+        stored = find_stored(run, variants, read)
+        if stored is None:
+            return run
+        run, kv = stored
+        assert run.variant is not None
+        return replace(run, variant=replace(run.variant, nbytes=kv.nbytes))
 
     def _find_for_ingestion(self, ids: Sequence[int], params: BlendParams) -> LookupResult:
-        """Return the chunk to ingest as the only run, with its entry if it is stored."""
+        """Return the chunk to ingest as the only run, with its variant if it is stored."""
         assert params.span is not None
         start, end = params.span
         run = ChunkRun(tuple(ids[start:end]), 0, start, end)
-        key = self._key(run, params.namespace, tuple(ids[:start]))
-        is_stored = self._disk.contains(key)
-        span = StoredSpan(start, end, key, "exact", exact=True, chunk_ids=run.chunk_ids)
-        return LookupResult((run,), (span,) if is_stored else ())
+        key = self._key(run.chunk_ids, params.namespace, tuple(ids[:start]))
+        return LookupResult(
+            (replace(run, variant=Variant(key, "exact", exact=True)) if self._disk.contains(key) else run,)
+        )
 
-    def _key(self, run: ChunkRun, namespace: str, prefix_ids: Sequence[int]) -> str:
-        return chunk_key(self._fingerprint, prefix_ids, run.chunk_ids, namespace)
+    def _key(self, chunk_ids: Sequence[int], namespace: str, prefix_ids: Sequence[int]) -> str:
+        return chunk_key(self._fingerprint, prefix_ids, chunk_ids, namespace)

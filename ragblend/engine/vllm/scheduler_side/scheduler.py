@@ -25,7 +25,7 @@ from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, StoredSpan
+from ragblend.engine.vllm.jobs import BlendJob, BlendTurn
 from ragblend.engine.vllm.metric_sources import LABEL, RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
@@ -37,7 +37,6 @@ from ragblend.engine.vllm.params import (
 from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, machine_facts_of
 from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, LookupResult
-from ragblend.engine.vllm.scheduler_side.matching import PromptMatcher
 from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S
@@ -82,9 +81,9 @@ class _RequestState:
     is_timed: bool = False  # its first token is recorded
 
     @property
-    def stored(self) -> tuple[StoredSpan, ...]:
-        """Return the stored chunks of all turns."""
-        return tuple(span for turn in self.turns for span in turn.stored)
+    def stored(self) -> tuple[ChunkRun, ...]:
+        """Return the stored runs of all turns."""
+        return tuple(run for turn in self.turns for run in turn.stored)
 
 
 class BlendScheduler:
@@ -114,8 +113,7 @@ class BlendScheduler:
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine)
         self._filling: set[str] = set()  # requests whose context the workers fill
-        matcher = self._make_matcher(model)
-        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, matcher)
+        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, self._load_renderer(model))
         self._cache_config = vllm_config.cache_config
         self.kv_cache_manager: Any = None  # vLLM's, once vLLM has passed it
         self._reuses = True
@@ -127,15 +125,14 @@ class BlendScheduler:
             log.warning("%s", WEIGHTS_UPDATED)
         self._reuses = False
 
-    def _make_matcher(self, model: Any) -> PromptMatcher | None:
-        """Return the matcher of prompts; None if the model's tokenizer cannot be loaded."""
+    def _load_renderer(self, model: Any) -> Renderer | None:
+        """Return the renderer of the model's tokenizer; None if the tokenizer cannot be loaded."""
         try:
             place = str(model.tokenizer or model.model)
-            renderer = Renderer(load_tokenizer(place, vllm_model_options(model, place))[0])
+            return Renderer(load_tokenizer(place, vllm_model_options(model, place))[0])
         except (RagblendError, OSError, ValueError) as error:
             log.warning("prompts are not searched for chunks, because the tokenizer cannot be loaded: %s", error)
             return None
-        return PromptMatcher(self.disk, renderer)
 
     def on_new_request(self, request: Any) -> None:
         """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""
@@ -232,9 +229,9 @@ class BlendScheduler:
         used = choice.ratio if blends else float(params.mode == "full")
         report = BlendReport(params.reported_mode, choice.rule if blends else "none", used)
         if choice.fit is not None and params.mode in ("blend", "reuse"):
-            report.predicted_agreement = choice.fit.agreement_at(used)
+            choice.fit.predict(report, used)
         report.num_chunks = len(runs)
-        report.chunks = [ChunkReport("", run.num_tokens, hit=False) for run in runs]
+        report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         if runs or params.mode == "full":
             report.charged_budget = report.charged_budget_32 = 1.0
         state.report, state.choice = report, choice
@@ -263,8 +260,8 @@ class BlendScheduler:
             if result.missing and self._fetch is not None:
                 state.pending_fetch = self._fetch.start(result.missing)
                 return False
-            if state.runs:
-                self._plan_fill(request, state, state.runs, result)
+            if result.runs:
+                self._plan_fill(request, state, result)
         return True
 
     def _take_runs(self, request: Any, state: _RequestState, result: LookupResult) -> None:
@@ -283,16 +280,17 @@ class BlendScheduler:
         self._resolve_rule(request, state)
         state.report.match_s = result.match_s
 
-    def _plan_fill(self, request: Any, state: _RequestState, runs: Sequence[ChunkRun], found: LookupResult) -> None:
+    def _plan_fill(self, request: Any, state: _RequestState, found: LookupResult) -> None:
         """Set the end of the context that the connector fills, from the stored chunks."""
+        state.runs = runs = found.runs
         if state.params.mode == "ingest":
-            state.turns = (BlendTurn(0, len(request.prompt_token_ids), found.stored),)
+            state.turns = (BlendTurn(0, len(request.prompt_token_ids), runs),)
             state.end = runs[-1].end
             state.is_separated = True
             hide_blocks(request, 0)
             return
-        state.num_missing = len(runs) - len(found.stored)
-        state.turns = split_by_turns(found.stored, found.turn_ends)
+        state.num_missing = sum(run.variant is None for run in runs)
+        state.turns = split_by_turns(runs, found.turn_ends)
         state.end = state.turns[-1].fused_end if state.turns else 0
         if state.end and not state.adapts_ratio:  # the loading controller may still choose full prefill
             self._separate(request, state)
@@ -302,6 +300,7 @@ class BlendScheduler:
         assert state.choice is not None
         params, fit = state.params, state.choice.fit
         rule_and_layer = fit.rule_and_layer if fit is not None else None
+        # Each parameter that changes the KV of a blend must be here, else two requests share blocks that differ.
         settings = (params.mode, params.rule, state.report.recompute_ratio, rule_and_layer, params.seed)
         separate_blended_blocks(request, state.turns, settings, self._cache_config.block_size)
         state.is_separated = True
@@ -342,7 +341,7 @@ class BlendScheduler:
             return
         state.report.recompute_ratio = decision.ratio
         if state.choice.fit is not None:
-            state.report.predicted_agreement = state.choice.fit.agreement_at(decision.ratio)
+            state.choice.fit.predict(state.report, decision.ratio)
         self._separate(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -396,7 +395,7 @@ class BlendScheduler:
                 state.params,
                 state.report.recompute_ratio,
                 tuple(request.prompt_token_ids),
-                tuple((run.start, run.end) for run in state.runs or ()),
+                state.runs or (),
                 state.end,
                 tuple(turn for turn in state.turns if not turn.stored or turn.fused_end > state.num_resident),
                 tuple(block_ids),
@@ -451,13 +450,15 @@ class BlendScheduler:
                 report.load_s, report.stall_s = report.load_s + state.waited_s, report.stall_s + state.waited_s
             self.metrics.record_filled_request(report, observed=state is not None and state.params.mode != "ingest")
             if state is not None:
-                report.predicted_agreement, report.match_s = state.report.predicted_agreement, state.report.match_s
+                before = state.report
+                report.predicted_agreement, report.predicted_kl = before.predicted_agreement, before.predicted_kl
+                report.match_s = before.match_s
                 state.report, state.is_filled = report, True
                 self._note_result(state)
 
     def _note_result(self, state: _RequestState) -> None:
         """Write the number of reused tokens into vLLM's request, and hide its blocks if they differ from the plan."""
-        request, report, starts = state.request, state.report, {span.start for span in state.stored}
+        request, report, starts = state.request, state.report, {run.start for run in state.stored}
         stats = request.prefill_stats  # None after the first token
         if stats is not None:
             num_local = stats.num_local_cached_tokens
@@ -529,7 +530,13 @@ def _no_reuse_reason(request: Any) -> str:
 def _as_prefill(report: BlendReport, reason: str = "") -> BlendReport:
     """Return `report` changed to that of a request that is left to vLLM; `reason` if it could not be blended."""
     return replace(
-        report, mode="prefix", rule="none", recompute_ratio=0.0, predicted_agreement=None, refused_reason=reason
+        report,
+        mode="prefix",
+        rule="none",
+        recompute_ratio=0.0,
+        predicted_agreement=None,
+        predicted_kl=None,
+        refused_reason=reason,
     )
 
 

@@ -14,47 +14,14 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from ragblend.engine.base import ends_with_quotation
-from ragblend.engine.vllm.jobs import BlendTurn, StoredSpan
+from ragblend.engine.vllm.jobs import BlendTurn
 from ragblend.prompt.types import ChunkRun
 
 
-def turn_ends(token_ids: Sequence[int], tail_ids: Sequence[int], runs: Sequence[ChunkRun] = ()) -> list[int]:
-    """Return the positions at which the turns of a prompt end, in ascending order. The last one is the prompt's end.
-
-    `tail_ids`: the ids that the chat template writes after a user turn; a turn ends after them, unless they are inside
-    one of `runs`.
-
-    >>> turn_ends([5, 1, 2, 6, 7, 1, 2, 8], [1, 2]), turn_ends([5, 1, 2], [1, 2]), turn_ends([5, 6], [])
-    ([3, 7, 8], [3], [2])
-    """
-    ids, tail, count = list(token_ids), list(tail_ids), len(tail_ids)
-    ends, start = [], 0
-    while tail:
-        try:
-            start = ids.index(tail[0], start)
-        except ValueError:
-            break
-        end = start + count
-        if ids[start:end] == tail and not any(run.start < end <= run.end for run in runs):
-            ends.append(end)
-        start += 1
-    return ends if ends and ends[-1] == len(ids) else [*ends, len(ids)]
-
-
-def without_quotations(runs: Sequence[ChunkRun], token_ids: Sequence[int], tail_ids: Sequence[int]) -> list[ChunkRun]:
-    """Return the runs without those that may be quotations in the question of their turn."""
-    ids, kept = list(token_ids), list[ChunkRun]()
-    for start, end in pairwise([0, *turn_ends(ids, tail_ids, runs)]):
-        own = [run for run in runs if start <= run.start < end]
-        kept += own[:-1] if ends_with_quotation(own, ids[:end], tail_ids) else own
-    return kept
-
-
-def split_by_turns(stored: Sequence[StoredSpan], ends: Sequence[int]) -> tuple[BlendTurn, ...]:
-    """Return the turns that have stored chunks. `ends`: see `turn_ends`."""
+def split_by_turns(runs: Sequence[ChunkRun], ends: Sequence[int]) -> tuple[BlendTurn, ...]:
+    """Return the turns that have stored chunks, each with its runs. `ends`: see `matching.turn_ends`."""
     turns = (
-        BlendTurn(start, end, tuple(span for span in stored if start <= span.start < end))
+        BlendTurn(start, end, tuple(run for run in runs if start <= run.start < end))
         for start, end in pairwise([0, *ends])
     )
     return tuple(turn for turn in turns if turn.stored)
@@ -72,7 +39,8 @@ def separate_blended_blocks(
     digest, start = hashlib.sha256(repr(settings).encode(errors="surrogatepass")), 0
     for turn in turns:
         digest.update(array("Q", request.prompt_token_ids[start : turn.end]))
-        digest.update(repr([(span.start, span.end, span.key, span.exact) for span in turn.stored]).encode())
+        variants = [(run.start, run.end, run.variant.key, run.variant.exact) for run in turn.runs if run.variant]
+        digest.update(repr(variants).encode())
         start = turn.end
         _mix_into_hashes(request, turn.fused_start // block_size, digest.digest())
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, rotate
 from ragblend.engine.transformers.positions import rope_parameters
 from ragblend.engine.vllm.support import FIX_HINT, reject_unsupported_attention
+from ragblend.engine.vllm.worker_side.latent import is_latent, rotate_shared_keys, split_pairs
 from ragblend.errors import UnsupportedModelError
 
 _TRIED_POSITIONS = (1, 7, 30)  # at which the rotation of a layer is found
@@ -42,7 +43,7 @@ class VllmDecoder:
     captures_in_pass = True  # `capture` works in a pass that also attends
 
     def __init__(self, model: Any) -> None:
-        from vllm.model_executor.layers.attention import Attention
+        from vllm.model_executor.layers.attention import Attention, MLAAttention
 
         self._decoder = getattr(model, "model", model)
         self.layers = list(getattr(self._decoder, "layers", ()))
@@ -53,7 +54,7 @@ class VllmDecoder:
             )
         self.attention: list[Any] = []
         for index, layer in enumerate(self.layers):
-            found = [module for module in layer.modules() if isinstance(module, Attention)]
+            found = [module for module in layer.modules() if isinstance(module, Attention | MLAAttention)]
             if len(found) != 1:
                 raise UnsupportedModelError(
                     f"layer {index} of {type(model).__name__} is a {type(layer).__name__} with {len(found)} modules of "
@@ -74,7 +75,7 @@ class VllmDecoder:
     @property
     def kv_share(self) -> float:
         """Share of a layer's parameters that is computed to get keys and values."""
-        names = ("qkv_proj", "k_proj", "v_proj")
+        names = ("qkv_proj", "k_proj", "v_proj", "fused_qkv_a_proj", "kv_a_proj_with_mqa")
         parts = [part for name, part in self.layers[0].named_modules() if name.rpartition(".")[2] in names]
         return sum(map(_num_weights, parts)) / _num_weights(self.layers[0])
 
@@ -107,6 +108,9 @@ class VllmDecoder:
         """Rotate the contiguous tensor `keys` [R, H, D] in place to positions `rows` [R]. Without RoPE, do nothing."""
         if not self._has_rope[layer]:
             return
+        if is_latent(self.attention[layer]):
+            rotate_shared_keys(keys, rows, self._rotary[layer])
+            return
         flat, rotary = keys.view(len(keys), -1), self._rotary[layer]
         # M-RoPE, which is plain RoPE for positions [R], requires both of its arguments.
         other = keys[:, 0].clone() if hasattr(rotary, "mrope_section") else None
@@ -121,18 +125,23 @@ class VllmDecoder:
         `then` is called before the layer writes KV and attends.
         """
         kept: list[Tensor] = []
+        latent, rotary = is_latent(self.attention[layer]), self._rotary[layer]
 
         def before_rotary(_module: Any, args: tuple[Any, ...]) -> None:
             if not kept:  # `then` may call the rotary module, too
-                kept.append(args[2].clone())  # the rotary kernels work in place
+                # A copy, because the rotary kernels work in place.
+                kept.append(split_pairs(args[2], rotary) if latent else args[2].clone())
 
         def before_attention(_module: Any, args: tuple[Any, ...]) -> None:
-            kept.extend(each.clone() for each in args[2 if kept else 1 : 3])  # without RoPE, these are the keys
+            keys, values = args[2:0:-1] if latent else args[1:3]
+            if not kept:  # without RoPE
+                kept.append(keys.clone())
+            kept.append(values.clone())
             then()
 
         hooks = [self.attention[layer].register_forward_pre_hook(before_attention)]
-        if self._rotary[layer] is not None:
-            hooks.append(self._rotary[layer].register_forward_pre_hook(before_rotary))
+        if rotary is not None:
+            hooks.append(rotary.register_forward_pre_hook(before_rotary))
         try:
             yield kept
         finally:

@@ -34,6 +34,13 @@ from ragblend.engine.vllm.support import reject_kv_groups
 from ragblend.engine.vllm.worker_side.adapters import without_adapters
 from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.engine.vllm.worker_side.decoder import StopLayerError, find_decoder, stop_layer
+from ragblend.engine.vllm.worker_side.latent import (
+    absorb_queries,
+    attended_keys,
+    expand_output,
+    is_latent,
+    use_plan,
+)
 from ragblend.engine.vllm.worker_side.paged_cache import PagedCache
 
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
@@ -201,7 +208,7 @@ class VllmLayers:
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
             probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
-            probe_hook(probe_queries, fused.keys(layer)[:, : positions_on_host(rows)[-1] + 1], None)
+            probe_hook(probe_queries, self._resident_kv(layer, fused, positions_on_host(rows)[-1] + 1).keys, None)
         return torch.cat(outputs)
 
     def run_layer_keeping_unrotated_kv(
@@ -329,6 +336,8 @@ class VllmLayers:
         """Set the forward context that vLLM's layers read. Without `call` it contains no paged cache."""
         from vllm.forward_context import set_forward_context
 
+        if call is not None:
+            use_plan(call.metadata)
         context: AbstractContextManager[None] = set_forward_context(
             dict.fromkeys(self._names, call.metadata) if call is not None else None,
             self._vllm_config,
@@ -387,23 +396,27 @@ class VllmLayers:
         compute the attention instead. Yield a list that receives the queries [Hq, R, D] of each part.
         """
         attention, seen = self._attention[layer], []
-        params, scale = self._attention_params[layer], attention.impl.scale
+        params, scale, latent = self._attention_params[layer], attention.impl.scale, is_latent(attention)
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any) -> Tensor:
-            fresh = self._as_heads(layer, key, value)
-            states = query.reshape(len(query), attention.num_heads, attention.head_size).transpose(0, 1)
+        def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any, **_options: Any) -> Tensor:
+            if latent:  # the latent comes before the shared key
+                fresh, states = self._as_heads(layer, value, key), absorb_queries(attention, query)
+            else:
+                fresh = self._as_heads(layer, key, value)
+                states = query.reshape(len(query), attention.num_heads, attention.head_size).transpose(0, 1)
             outputs = []
             for owner, span, rows, positions in parts:
                 theirs, mine, end = fused[owner], states[:, span], positions[-1] + 1
                 theirs.write(layer, rows, fresh.keys[:, span], fresh.values[:, span])
-                keys, values = theirs.keys(layer)[:, :end], theirs.values(layer)[:, :end]
+                keys, values = self._resident_kv(layer, theirs, end)
                 probe_queries = ProbeQueries(mine, rows, scale, params, positions)
                 output = hook(probe_queries, keys, values) if hook is not None else None
                 if output is None:
                     output = attend_rows(mine[None], keys[None], values[None], rows, scale, params, positions)[0]
                 outputs.append(output)
                 seen.append(mine)
-            return (torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]).transpose(0, 1).flatten(1)
+            joined = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
+            return expand_output(attention, joined) if latent else joined.transpose(0, 1).flatten(1)
 
         attention.forward = attend  # an attribute of the instance hides the class's method
         try:
@@ -414,10 +427,17 @@ class VllmLayers:
     def _as_heads(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
         """Reshape keys and values [R, H * D] to [H, R, D]."""
         attention = self._attention[layer]
+        if is_latent(attention):
+            return LayerKV(keys.reshape(1, len(keys), -1), values.reshape(1, len(values), -1))
         return LayerKV(
             keys.reshape(-1, attention.num_kv_heads, attention.head_size).transpose(0, 1),
             values.reshape(-1, attention.num_kv_heads, attention.head_size_v).transpose(0, 1),
         )
+
+    def _resident_kv(self, layer: int, fused: Any, end: int) -> LayerKV:
+        """Return the first `end` rows of the resident layer, [H, end, D], as the layer's queries attend to them."""
+        kv = LayerKV(fused.keys(layer)[:, :end], fused.values(layer)[:, :end])
+        return LayerKV(attended_keys(kv), kv.values) if is_latent(self._attention[layer]) else kv
 
     def _make_call(
         self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
@@ -461,4 +481,4 @@ def _attention_params(attention: Any) -> AttentionExtras:
     """Return sliding window, softcap and sinks of vLLM's attention layer."""
     impl = attention.impl
     softcap = getattr(impl, "logits_soft_cap", None) or None  # some backends have 0 for no softcap
-    return AttentionExtras(attention.sliding_window, softcap, getattr(impl, "sinks", None))
+    return AttentionExtras(getattr(attention, "sliding_window", None), softcap, getattr(impl, "sinks", None))

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,23 +25,24 @@ from ragblend.errors import DamagedEntryError, RagblendError
 if TYPE_CHECKING:
     from ragblend.engine.vllm.worker_side.layers import VllmLayers
 
+_LATENT_WORKSPACE = 64 * 1024  # most tokens whose latents vLLM's attention expands at once
+
 
 def blend_device_bytes(vllm_config: Any) -> int:
     """Return how many bytes of GPU memory blending the longest prompt needs, in addition to vLLM's paged cache.
 
-    This memory is for the resident layer and the layers that are read ahead.
+    This memory is for the resident layer and the layers that are read ahead. With MLA, it is also for vLLM's workspace
+    of an attention call.
     """
-    model = vllm_config.model_config
+    model, num_tokens = vllm_config.model_config, (DEPTH + 2) * vllm_config.model_config.max_model_len
+    if getattr(model, "use_mla", False):
+        return int((num_tokens + _LATENT_WORKSPACE) * model.get_head_size() * model.dtype.itemsize)
     heads = model.get_num_kv_heads(vllm_config.parallel_config)
-    bytes_per_token = 2 * heads * model.get_head_size() * model.dtype.itemsize
-    return int((DEPTH + 2) * model.max_model_len * bytes_per_token)
+    return int(num_tokens * 2 * heads * model.get_head_size() * model.dtype.itemsize)
 
 
-class LayerPlacement(NamedTuple):
-    """The KV of one layer of a stored chunk, with keys that are not rotated yet, and the chunk's rows in the prompt."""
-
-    rows: slice
-    kv: LayerKV
+RowsKV = tuple[slice, LayerKV]
+"""Rows of a prompt, and their stored KV of one layer, with keys that are not rotated yet."""
 
 
 class PagedKV:
@@ -103,7 +104,7 @@ class PagedKV:
             self._layers.write(layer, self._slots[rows], keys, values)
 
     def place(
-        self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[RowsKV], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> None:
         """Rotate the stored keys of a layer, and write its KV to the blocks.
 
@@ -113,7 +114,7 @@ class PagedKV:
         for rows, placed in self._placed(layer, stored, drift, shares):
             self._layers.write(layer, self._slots[rows], *placed)
 
-    def place_in_resident_layer(self, layer: int, stored: Sequence[LayerPlacement]) -> None:
+    def place_in_resident_layer(self, layer: int, stored: Sequence[RowsKV]) -> None:
         """Write stored KV to the resident layer, but not to the blocks (unlike `place`).
 
         Has no effect if `layer` is not in `kept`.
@@ -122,12 +123,12 @@ class PagedKV:
             pass
 
     def _placed(
-        self, layer: int, stored: Sequence[LayerPlacement], drift: LayerKV | None = None, shares: Tensor | None = None
+        self, layer: int, stored: Sequence[RowsKV], drift: LayerKV | None = None, shares: Tensor | None = None
     ) -> Iterator[tuple[slice, LayerKV]]:
         """Yield ranges of rows with rotated keys and values [R, H, D]. In a kept layer, adjacent chunks are one
         range."""
-        for rows, parts in _side_by_side(stored) if layer in self._kept else ((each.rows, [each]) for each in stored):
-            target = self._target_buffer(layer, rows, parts[0].kv)
+        for rows, parts in _side_by_side(stored) if layer in self._kept else ((each[0], [each]) for each in stored):
+            target = self._target_buffer(layer, rows, parts[0][1])
             for span, kv in parts:
                 here = slice(span.start - rows.start, span.stop - rows.start)
                 for index, tensor in enumerate(kv):
@@ -164,7 +165,7 @@ class PagedKV:
     def place_stored_layers(self, placement: Placement) -> None:
         """Place every layer of one chunk. Afterwards all rows up to the chunk's end are valid."""
         for layer in range(self._layers.num_layers):
-            self.place(layer, [LayerPlacement(slice(placement.start, placement.end), placement.kv.layer(layer))])
+            self.place(layer, [(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
     def should_attend_together(self, layer: int, has_hook: bool) -> bool:
@@ -199,10 +200,10 @@ class PagedLayerLoader(LayerLoader):
         self._paged, self._layers, self._placements = paged, layers, tuple(placements)
         # Layers that the reader has read and `wait` has not placed yet. The reader's callback references this dict and
         # not `self`: in a reference cycle, the request's layers would stay in memory until the next garbage collection.
-        self._read: dict[int, list[LayerPlacement]] = {}
+        self._read: dict[int, list[RowsKV]] = {}
         self._movable = {each.start for each in placements if corrects_drift and not each.exact}
-        self._waiting: dict[int, list[LayerPlacement]] = {}  # chunks to be corrected, by layer
-        self._staying: dict[int, list[LayerPlacement]] = {}  # the layer's other chunks, to make them resident again
+        self._waiting: dict[int, list[RowsKV]] = {}  # chunks to be corrected, by layer
+        self._staying: dict[int, list[RowsKV]] = {}  # the layer's other chunks, to make them resident again
         self._place_s = 0.0
         super().__init__(
             placements,
@@ -226,8 +227,8 @@ class PagedLayerLoader(LayerLoader):
         start_s = perf_counter()
         read = self._read.pop(layer, [])
         movable = self._movable if layer else ()  # the first layer is exact as stored
-        waiting = [each for each in read if each.rows.start in movable]
-        staying = [each for each in read if each.rows.start not in movable]
+        waiting = [(rows, kv) for rows, kv in read if rows.start in movable]
+        staying = [(rows, kv) for rows, kv in read if rows.start not in movable]
         self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
@@ -291,9 +292,9 @@ class PagedLayerLoader(LayerLoader):
         assert not self._waiting, "a layer was not corrected, so its blocks are empty"
 
 
-def _keep_layer(read: dict[int, list[LayerPlacement]], layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
+def _keep_layer(read: dict[int, list[RowsKV]], layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
     """Add one chunk's layer to `read`."""
-    read.setdefault(layer, []).append(LayerPlacement(rows, LayerKV(keys, values)))
+    read.setdefault(layer, []).append((rows, LayerKV(keys, values)))
 
 
 def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
@@ -301,13 +302,15 @@ def _first_layer(layers: VllmLayers, token_ids: Tensor) -> LayerKV:
     return layers.project_kv(0, layers.embed(token_ids.to(layers.device)))
 
 
-def _side_by_side(stored: Sequence[LayerPlacement]) -> Iterator[tuple[slice, list[LayerPlacement]]]:
+def _side_by_side(stored: Sequence[RowsKV]) -> Iterator[tuple[slice, list[RowsKV]]]:
     """Yield groups of adjacent chunks in ascending order: the rows of the group, and its chunks."""
-    run: list[LayerPlacement] = []
-    for each in stored:
-        if run and run[-1].rows.stop != each.rows.start:
-            yield slice(run[0].rows.start, run[-1].rows.stop), run
-            run = []
-        run.append(each)
-    if run:
-        yield slice(run[0].rows.start, run[-1].rows.stop), run
+    group: list[RowsKV] = []
+    start = end = 0
+    for rows, kv in stored:
+        if group and end != rows.start:
+            yield slice(start, end), group
+            group = []
+        start, end = start if group else rows.start, rows.stop
+        group.append((rows, kv))
+    if group:
+        yield slice(start, end), group

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.vllm.support import FP8_CACHES, kernel_blocks_per_block
+from ragblend.engine.vllm.worker_side.latent import is_latent
 
 _DIGITS = 128  # base of the numbers written into the paged cache; bfloat16 represents all integers up to 256
 _DIGITS_FP8 = 8  # both formats of eight bits represent all integers up to 8
@@ -44,14 +45,21 @@ class PagedCache:
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write rotated `keys` and `values` [R, H, D] to the slots [R]."""
-        attention = self._attention[layer]
-        attention.impl.do_kv_cache_update(attention, keys.contiguous(), values.contiguous(), attention.kv_cache, slots)
+        attention, keys, values = self._attention[layer], keys.contiguous(), values.contiguous()
+        if is_latent(attention):
+            scaling = attention.kv_cache_dtype, attention._k_scale
+            attention.impl.do_kv_cache_update(values[:, 0], keys, attention.kv_cache, slots, *scaling)
+        else:
+            attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
 
     def read(self, layer: int, blocks: Tensor) -> LayerKV:
         """Return the rotated keys and values [R, H, D] of all tokens in `blocks` [B], in the model's dtype."""
         parts = torch.arange(self.kernel_blocks, device=self._device)
         numbers = (blocks[:, None] * self.kernel_blocks + parts).flatten()
         cache = self._attention[layer].kv_cache.index_select(self._block_dim, numbers)
+        if is_latent(self._attention[layer]):
+            latents, keys = cache.flatten(0, 1)[:, None].tensor_split([self._attention[layer].kv_lora_rank], dim=-1)
+            return LayerKV(keys, latents)
         found = cache.movedim(self._block_dim, 0).flatten(1)[:, self._block_layout]
         kv = LayerKV(found[:, 0].flatten(0, 1), found[:, 1].flatten(0, 1))
         if self._fp8 is None:

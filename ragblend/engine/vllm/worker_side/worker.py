@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,17 +25,18 @@ from torch import Tensor
 from ragblend.engine.fusion.fuse import LayerCall, Steps, fuse_steps
 from ragblend.engine.fusion.loader import Timeline
 from ragblend.engine.fusion.plan import FusePlan, FuseResult, Placement, merge_fusions, record_fusion
-from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT, PREFIXES_KEPT
-from ragblend.engine.report import BlendReport, ChunkReport
+from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT
+from ragblend.engine.matching import PrefixKVCache
+from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import key_from_header
 from ragblend.engine.store.format.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, slice_kv_rows
-from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, StoredSpan
+from ragblend.engine.vllm.jobs import BlendJob, BlendTurn
 from ragblend.engine.vllm.worker_side.layers import VllmLayers
 from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 from ragblend.engine.vllm.worker_side.prefill import prefill_chunk_steps
 from ragblend.errors import DamagedEntryError, UsageError
-from ragblend.prompt.types import common_prefix_length
+from ragblend.prompt.types import ChunkRun
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class BlendWorker:
         self._pass: list[_ActiveJob] = []  # jobs that share the current pass
         self._storing: list[tuple[BlendJob, BlendReport, Future[None]]] = []
         self._readers: list[Event] = []  # each is set once a reader has ended
-        self._prefixes: OrderedDict[tuple[str, tuple[int, ...]], MemoryKV] = OrderedDict()  # by namespace and ids
+        self._prefixes = PrefixKVCache[MemoryKV](lambda kv: kv.nbytes, _PREFIXES_BYTES)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
         self.timelines: list[Timeline] | None = None  # if a list, it receives the layer times of every blend
 
@@ -262,10 +262,7 @@ class BlendWorker:
         plan, result = merge_fusions(fused)
         if job.params.mode == "blend":
             report.rule = plan.rule.name
-        report.chunks = [ChunkReport("", end - start, hit=False) for start, end in job.spans]
-        stored = {span.start: span for span in job.stored}
-        used = {each.start: (each, stored[each.start].match, stored[each.start].policy) for each in plan.placements}
-        record_fusion(report, [start for start, _ in job.spans], used, plan, result, num_known)
+        record_fusion(report, job.runs, plan, result, num_known)
         return report, None
 
     def _blend_turn(
@@ -309,12 +306,12 @@ class BlendWorker:
     def _ingest(self, job: BlendJob) -> Steps[_JobOutput]:
         """Compute the KV of the span after the ids before it, and queue it for storing."""
         layers, ids = self.layers, job.token_ids
-        ((start, end),) = job.spans
+        (run,) = job.runs
         prefix = yield from self._prefix(job)
         paged = PagedKV(layers, job.block_ids, job.end)
         for placement in prefix:
             paged.place_stored_layers(placement)
-        header = self._header(job, ids[:start], ids[start:end], job.params.namespace)
+        header = self._header(job, ids[: run.start], run.chunk_ids, job.params.namespace)
         kv = yield from prefill_chunk_steps(layers, paged, header)
         whole = MemoryKV(kv.header, tuple(layers.gather_heads(kv.layer(index)) for index in range(layers.num_layers)))
         report = BlendReport("full", "none", 1.0, num_chunks=1, charged_budget=1.0, charged_budget_32=1.0)
@@ -346,12 +343,11 @@ class BlendWorker:
         nothing but the work.
         """
         params, layers, ids = job.params, self.layers, job.token_ids[: turn.end]
-        spans = [span for span in job.spans if turn.start <= span[0] < turn.end]
-        question_start = spans[-1][1]
+        question_start = turn.runs[-1].end
         plan = FusePlan(
             torch.tensor(ids, dtype=torch.int64, device=layers.device),
             placements,
-            num_resident=spans[0][0],
+            num_resident=turn.runs[0].start,
             seed=params.seed,
             num_fused=turn.fused_end,
             sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
@@ -361,7 +357,7 @@ class BlendWorker:
             plan = plan.with_rule(params.rule, job.ratio, layers, job.fitted)
         is_exact = params.mode == "blend" and job.ratio >= 1
         return replace(
-            plan, num_resident=num_resident, num_exact=None if is_exact else min(num_resident, job.spans[0][0])
+            plan, num_resident=num_resident, num_exact=None if is_exact else min(num_resident, job.runs[0].start)
         )
 
     def _paged(self, job: BlendJob, turn: BlendTurn, plan: FusePlan, num_in_blocks: int) -> PagedKV:
@@ -390,41 +386,31 @@ class BlendWorker:
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
         if not prefix_ids:
             return ()
-        key = (namespace, prefix_ids)
-        known = self._prefixes.get(key)
+        known = self._prefixes.get(prefix_ids, namespace)
         if known is None and job.params.mode != "ingest":
-            shared = {
-                other: common_prefix_length(other[1], prefix_ids) for other in self._prefixes if other[0] == namespace
-            }
-            count = max(shared.values(), default=0)
-            if count and len(prefix_ids) - count <= COMPUTED_IN_PROMPT:
-                nearest = max(shared, key=shared.__getitem__)
-                self._prefixes.move_to_end(nearest)
-                return (Placement(slice_kv_rows(self._prefixes[nearest], 0, count), 0, exact=True),)
+            nearest, count = self._prefixes.find_longest(prefix_ids, namespace)
+            if nearest is not None and count and len(prefix_ids) - count <= COMPUTED_IN_PROMPT:
+                return (Placement(slice_kv_rows(nearest, 0, count), 0, exact=True),)
         if known is None:
             paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
             known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
-            self._prefixes[key] = known
-        self._prefixes.move_to_end(key)
-        while len(self._prefixes) > PREFIXES_KEPT or sum(kv.nbytes for kv in self._prefixes.values()) > _PREFIXES_BYTES:
-            self._prefixes.popitem(last=False)
+            self._prefixes.put(prefix_ids, known, namespace)
         return (Placement(known, 0, exact=True),)
 
-    def _lookup(self, stored: Sequence[StoredSpan], damaged: set[str]) -> tuple[Placement, ...]:
-        """Return the stored chunks that could be read on all ranks, with this rank's heads."""
+    def _lookup(self, runs: Sequence[ChunkRun], damaged: set[str]) -> tuple[Placement, ...]:
+        """Return those of the stored runs that could be read on all ranks, with the KV of this rank's heads."""
         found: list[ChunkKV | None] = []
-        for span in stored:
-            found.append(self._store.get_local(span.key, span.chunk_ids, {}) if span.key not in damaged else None)
+        for run in runs:
+            assert run.variant is not None
+            key = run.variant.key
+            found.append(self._store.get_local(key, run.chunk_ids, {}) if key not in damaged else None)
         # Each rank reads separately. A chunk that one rank cannot read is a miss on all, so that all compute the same.
         counts = self.layers.count_ranks([kv is not None for kv in found])
-        placements = []
-        for span, kv, count in zip(stored, found, counts, strict=True):
-            if kv is not None and count == self.layers.num_ranks:
-                rows = slice_kv_rows(
-                    self.layers.select_own_heads(kv), span.chunk_start, span.chunk_start + span.end - span.start
-                )
-                placements.append(Placement(rows, span.start, span.exact, span.policy != "none"))
-        return tuple(placements)
+        return tuple(
+            Placement.of_run(run, self.layers.select_own_heads(kv))
+            for run, kv, count in zip(runs, found, counts, strict=True)
+            if kv is not None and count == self.layers.num_ranks
+        )
 
     def _header(self, job: BlendJob, prefix_ids: Sequence[int], ids: Sequence[int], namespace: str) -> KVHeader:
         facts = (job.fingerprint, tuple(prefix_ids), tuple(ids), self.layers.num_layers, dtype_name(self.layers.dtype))

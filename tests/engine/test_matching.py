@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.database import delete_catalog_files
-from ragblend.catalog.known_chunks import KnownChunks, open_known_chunks
 from ragblend.catalog.registry import ChunkRegistry
 from ragblend.catalog.schema import DocumentKey
+from ragblend.engine.matching import KnownChunks, open_known_chunks
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.types import ChunkRun
 
@@ -83,8 +83,8 @@ def test_processes_see_what_the_other_adds_and_removes(kept_place):
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
         "from ragblend.catalog.registry import ChunkRegistry\n"
-        "from ragblend.catalog.known_chunks import KnownChunks\n"
-        "from catalog.test_known_chunks import add, chunks_found\n"
+        "from ragblend.engine.matching import KnownChunks\n"
+        "from engine.test_matching import add, chunks_found\n"
         "known = KnownChunks(ChunkRegistry(sys.argv[1]), 't', '')\n"
         "assert chunks_found(known, 3) == {0, 1}; add(known, [2]); known.remove('text 0')\n"
     )
@@ -124,7 +124,7 @@ def test_namespaces_and_tokenizers_are_apart(any_place):
         assert [f"text {other}" in each for other in range(4)] == [other == number for other in range(4)]
     known[0].remove("the same text")
     assert [len(chunks_found(each, 8)) for each in known] == [1, 2, 2, 2]
-    registry.delete_texts(["the same text"])  # deletes the ids of all tokenizers and namespaces
+    registry.remove_from_documents({DocumentKey(): ["the same text"]}, "")  # of every namespace
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
