@@ -49,6 +49,7 @@ _WITHOUT_FLAG = (
     "kv_dir",
     "catalog",
     "remote_timeout_s",
+    "refine_ratio",
     "store_key_file",
     "max_file_mib",
     "gpus_per_worker",
@@ -101,6 +102,7 @@ class Settings(TierOptions):
     mode: Mode = copy_option(GenerationOptions, "mode")
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    refine_ratio: float = copy_option(GenerationOptions, "refine_ratio")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
     system: str | None = copy_option(LoadOptions, "system")
@@ -119,6 +121,7 @@ class Settings(TierOptions):
             mode=self.mode,
             rule=self.rule,
             recompute_ratio=self.ratio,
+            refine_ratio=self.refine_ratio,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
         ).keywords

@@ -226,6 +226,10 @@ class GenerationOptions:
     "auto". If `ragblend profile` has measured the machine and no ratio is given as a number, the ratio is raised as far
     as recomputing takes no longer than loading, and full prefill is run if blending would be no faster.
 
+    `refine_ratio`: share of the chunk tokens that mode "blend" recomputes after the answer's first token, over the KV
+    that the first token came from (refinement). It has an effect if it is above the ratio of the first token, and if
+    there is a moment in which the engine has no other request. The rest of the answer is then closer to full prefill.
+
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.
     """
@@ -234,6 +238,11 @@ class GenerationOptions:
     rule: str = option("auto", "Rule that selects the tokens to recompute: auto, ask, cacheblend, ...", TEXT)
     recompute_ratio: RatioChoice = option(
         None, "Share of chunk tokens to recompute, 0 to 1; auto: as calibrated.", RATIO
+    )
+    refine_ratio: float = option(
+        0.0,
+        "Share of chunk tokens to recompute after the first token, in idle time; 0: none.",
+        between_zero_and_one("no refinement", "recompute every chunk token"),
     )
     max_tokens: int = option(256, "Longest answer, in tokens.", int_at_least(1))
     temperature: float = option(

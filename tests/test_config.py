@@ -74,6 +74,13 @@ def test_values_of_every_type_are_read_from_the_environment(name, text, expected
     assert (found, type(found)) == (expected, type(expected))
 
 
+def test_settings_of_answers_reach_each_answer_under_the_names_of_its_options():
+    settings = {"mode": "blend", "rule": "ask", "refine_ratio": 0.3, "max_tokens": 5, "temperature": 0.5}
+    found = Settings(ratio=0.1, **settings).generation
+    assert {name: found[name] for name in settings} == settings
+    assert found["recompute_ratio"] == 0.1
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [("K", "six"), ("RATIO", "half"), ("TRUST_REMOTE_CODE", "perhaps"), ("MEMORY_GIB", ""), ("CHUNK_SIZE", "1.5")],

@@ -21,7 +21,7 @@ from ragblend.cli.session import embedder_name, open_engine, open_searched_index
 from ragblend.config import Settings
 
 ENGINE_SETTINGS = "model backend store remote"
-_UNFLAGGED = "device dtype embedder namespace neighbours order shadow temperature trust_remote_code"
+_UNFLAGGED = "device dtype embedder namespace neighbours order refine_ratio shadow temperature trust_remote_code"
 
 
 @with_settings(f"{ENGINE_SETTINGS} mode rule ratio k max_tokens system", unflagged=_UNFLAGGED)

@@ -6,9 +6,11 @@ Depends on reports, sampling and text, not on how KV is stored or fused.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +29,8 @@ from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
 if TYPE_CHECKING:
     from ragblend.engine.transformers.structured_outputs import CompiledGrammar
+
+log = logging.getLogger(__name__)
 
 MAX_UNREAD_PIECES = 16
 """Unread texts of a stream at which its decoding pauses, so that an abandoned stream does not occupy the loop."""
@@ -67,6 +71,11 @@ class EngineRequest:
     grammar: CompiledGrammar | None = None
 
 
+Refinement = Generator[None, None, Tensor]
+"""Refinement of a prompt's KV after the first token. It yields after each layer, and returns the logits [vocabulary] of
+the answer's next token."""
+
+
 @dataclass(slots=True)
 class PrefillResult:
     """KV of a prompt, its last token's logits [vocabulary], and the report of the prefill."""
@@ -79,6 +88,8 @@ class PrefillResult:
     recomputed: Tensor | None = None  # positions of the chunk tokens recomputed through the last layer
     attention: Tensor | None = None  # [T] float32, the query probe's attention, if the rule runs one
     read_s: Mapping[int, float] = field(default_factory=dict)  # per placed chunk, by its first position: reading its KV
+    # Refines this result after the given tokens of the answer; None if no refinement was requested, or none is needed.
+    refine: Callable[[PrefillResult, Sequence[int]], Refinement] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +147,8 @@ class RunningAnswer:
         self.pieces: SimpleQueue[str | None] = SimpleQueue()
         self.error: BaseException | None = None
         self.step: DecodeStep | None = None  # the step that it waits for, once it is prefilled
+        self._refine: Callable[[], Refinement] | None = None  # starts a refinement after the tokens so far
+        self._refinement: Refinement | None = None  # the one that runs
         self.start_s = 0.0  # `perf_counter` seconds at which its prefill began
         self.since_s = 0.0  # `perf_counter` seconds since which it has waited for `step`
         self.waited_s = 0.0  # seconds of waiting for other answers
@@ -168,6 +181,41 @@ class RunningAnswer:
             self.end(error)
 
     @property
+    def is_refining(self) -> bool:
+        """Return True from the start of a refinement to its end. The decode step `step` is then a part of it."""
+        return self._refinement is not None
+
+    def start_refinement(self) -> None:
+        """Start the refinement of an answer that waits for a decode step, if it is still to be refined."""
+        if self._refine is not None and self.step is not None:
+            self._refinement, self._refine = self._refine(), None
+
+    def refine_for(self, seconds: float) -> None:
+        """Run layers of the refinement for a number of seconds, at least one layer.
+
+        After the last layer, run to the next decode step, as `advance` does. If the refinement fails, the answer is
+        decoded from the KV as it is: every row of it is valid.
+        """
+        if self._refinement is None or self.end_if_cancelled():
+            return
+        start_s = perf_counter()
+        self.waited_s += start_s - self.since_s
+        report = self.result.report
+        try:
+            next(self._refinement)
+            while perf_counter() - start_s < seconds:
+                next(self._refinement)
+            report.refine_s += perf_counter() - start_s
+        except StopIteration as end:
+            report.refine_s += perf_counter() - start_s
+            self._refinement = None
+            self.advance(end.value)
+        except BaseException as error:  # of any class, as in `advance`
+            log.warning("an answer is not refined, because an error stopped it: %s", error)
+            self._refinement = None
+        self.since_s = perf_counter()
+
+    @property
     def is_waiting_for_reader(self) -> bool:
         """Return True if decoding has to pause, because the caller has not read enough of the answer's text."""
         is_behind = self.is_streamed and self.pieces.qsize() >= MAX_UNREAD_PIECES
@@ -188,6 +236,7 @@ class RunningAnswer:
         except Exception as failed:  # raised by `on_end` or the other work at the end of an answer
             error = error or failed
         self.step, self.error = None, error
+        self._refine = self._refinement = None  # they hold the prompt's KV
         self.pieces.put(None)
         self.ended.set()
 
@@ -197,6 +246,8 @@ class RunningAnswer:
             return
         self.start_s = perf_counter()
         prefilled = self.prefill()
+        if prefilled.refine is not None:
+            self._refine = partial(prefilled.refine, prefilled, result.token_ids)
         sampler = Sampler(request.options, request.prompt.token_ids)
         guide = request.grammar.new_guide() if request.grammar is not None else None
         token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))

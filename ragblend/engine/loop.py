@@ -30,6 +30,9 @@ T = TypeVar("T")
 MAX_NUM_SEQS = 8
 """Default of the most answers that are decoded together."""
 
+REFINE_SLICE_S = 0.02
+"""Seconds of refinement between two decode steps of other answers. The last layer of a slice may exceed them."""
+
 
 class EngineLoop(Executor):
     """Executor of all work with one model, on a single thread. Safe to share between threads.
@@ -37,6 +40,8 @@ class EngineLoop(Executor):
     `decode` takes the steps of several answers and returns the logits [vocabulary] of each. At most `max_num_seqs`
     answers are decoded together. The error of one answer does not affect the others. The thread starts when the first
     work is queued. When the interpreter exits, it waits until all queued work has ended.
+
+    The refinement of an answer starts when the loop has no other work. Work that arrives later runs between its slices.
     """
 
     def __init__(
@@ -123,7 +128,9 @@ class EngineLoop(Executor):
             threading.Thread(target=self._run).start()
 
     def _run(self) -> None:
-        """Run one call, the prefills for which there is capacity and one decode step; repeat until no work is left."""
+        """Run one call, the prefills for which there is capacity, a slice of refinement and one decode step; repeat
+        until no work is left.
+        """
         while True:
             with self._changed:
                 call = self._calls.popleft() if self._calls else None
@@ -138,11 +145,21 @@ class EngineLoop(Executor):
             for answer in starting:
                 answer.advance()
             if running := [*ready, *(answer for answer in starting if answer.step is not None)]:
-                self._decode_together(running)
+                self._refine(running)
+                self._decode_together([answer for answer in running if not answer.is_refining])
             others = [answer for answer in self._running if answer not in ready]
             self._running = [answer for answer in (*others, *ready, *starting) if answer.step is not None]
             if not self._is_running:
                 return
+
+    def _refine(self, answers: Sequence[RunningAnswer]) -> None:
+        """Run a slice of the open refinements. Start one if its answer is the only work."""
+        with self._changed:
+            has_other_work = len(answers) > 1 or self._calls or self._waiting
+        if not has_other_work:
+            answers[0].start_refinement()
+        for answer in answers:
+            answer.refine_for(REFINE_SLICE_S)
 
     def _decode_together(self, answers: Sequence[RunningAnswer]) -> None:
         """Compute the logits of every answer in one step and sample its next token."""

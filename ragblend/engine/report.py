@@ -60,6 +60,9 @@ class BlendReport:
     num_chunk_hits: int = 0
     num_reused_tokens: int = 0  # prompt tokens not computed for this prompt: stored KV used unchanged, and the prefix
     num_recomputed_tokens: int = 0  # chunk tokens whose stored KV was replaced
+    num_refined_tokens: int = 0  # chunk tokens recomputed after the first token (refinement), in addition
+    refined_after: int | None = None  # number of the answer's tokens before the refinement; None: not refined
+    refine_s: float = 0.0  # part of decode_s
     num_prefix_tokens: int = 0  # prompt tokens at the front whose exact KV was in memory (earlier prompts and turns)
     charged_budget: float = 0.0
     charged_budget_32: float = 0.0
@@ -102,6 +105,8 @@ class BlendReport:
         facts.append(f"{self.num_reused_tokens} of {self.prompt_tokens} prompt tokens reused")
         if self.mode == "blend":
             facts.append(f"{self.num_recomputed_tokens} recomputed")
+        if self.refined_after is not None:
+            facts.append(f"{self.num_refined_tokens} more after token {self.refined_after} of the answer")
         return f"{', '.join(facts)}, first token after {self.ttft_s * 1e3:.0f} ms"
 
 

@@ -65,6 +65,7 @@ def test_call_options_are_defaults_of_every_call(kind, tiny_engine):
     llm = kind(engine=tiny_engine(), call_options={"min_p": 0.1, "logit_bias": {3: 1.0}})
     assert (llm._options({}).min_p, llm._options({"min_p": 0.5}).min_p) == (0.1, 0.5)
     assert llm._options({}).logit_bias == {3: 1.0}
+    assert llm._options({"refine_ratio": 0.2}).keywords["refine_ratio"] == 0.2
     if hasattr(llm, "_identifying_params"):  # LangChain's
         assert llm._identifying_params["logit_bias"] == {3: 1.0}, "an answer cache must distinguish them"
 

@@ -216,6 +216,16 @@ class FusePlan:
         probe_layers = rule.probe_layers(num_layers, global_layers)
         return replace(self, rule=rule, ratio=ratio, check_layer=check_layer, probe_layers=probe_layers)
 
+    def for_refinement(self, answer_ids: Sequence[int], ratio: float) -> FusePlan:
+        """Return the plan that recomputes the share `ratio` of the chunk tokens over the KV that this plan has fused.
+
+        `answer_ids` [A]: the tokens of the answer so far. They follow the prompt and are computed like the question's;
+        both are queries of the probe. It runs over the fused KV, so it may select other tokens than before. The
+        placements determine which tokens are stale; their KV is not read again.
+        """
+        token_ids = torch.cat((self.token_ids, self.token_ids.new_tensor(answer_ids)))
+        return replace(self, token_ids=token_ids, ratio=ratio)
+
 
 @dataclass(slots=True)
 class FuseResult:

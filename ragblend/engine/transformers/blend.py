@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.base import LocalEngine
-from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.fuse import LayerCall, fuse, fuse_steps
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
 from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT
 from ragblend.engine.fusion.rules import find_rule
-from ragblend.engine.generation import EngineRequest, PrefillResult
+from ragblend.engine.generation import EngineRequest, PrefillResult, Refinement
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.matching import PrefixKVCache, find_stored, find_variants
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
@@ -136,6 +136,7 @@ class BlendingEngine(LocalEngine):
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
         wanted, placed_ends = runs if request.mode != "prefix" else (), {each.end for each in placements}
         misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
+        refine_ratio = request.options.refine_ratio
         return PrefillResult(
             fused,
             result.logits,
@@ -145,7 +146,45 @@ class BlendingEngine(LocalEngine):
             result.recomputed,
             result.attention,
             loader.read_s,
+            self._refiner(plan, refine_ratio) if request.mode == "blend" and refine_ratio > plan.ratio else None,
         )
+
+    # -- refine
+
+    def _refiner(self, plan: FusePlan, ratio: float) -> Callable[[PrefillResult, Sequence[int]], Refinement] | None:
+        """Return the function that recomputes the share `ratio` of the chunk tokens after the first token.
+
+        None if none of the chunks that `plan` places has stale KV.
+        """
+        is_stale = any(not (each.exact and each.kv.header.is_lossless) for each in plan.placements)
+        return partial(self._refine, plan, ratio) if is_stale else None
+
+    @torch.inference_mode()
+    def _refine(self, plan: FusePlan, ratio: float, prefilled: PrefillResult, answer_ids: Sequence[int]) -> Refinement:
+        """Recompute the share `ratio` of the chunk tokens over the KV of `prefilled`, which has fused `plan`.
+
+        Writes into this request's own KV only, to which shared rows (prefix, earlier turns) were copied. `answer_ids`:
+        tokens of the answer so far, whose KV is computed again.
+        """
+        layers, fused, refined = self.layers, prefilled.fused, plan.for_refinement(answer_ids, ratio)
+        # Without chunks, the loader places nothing. It corrects the drift of kept tokens, as in the first pass.
+        loader = LayerLoader(
+            (), layers.num_layers, layers.place_keys, fused.write, layers.device, correctable=(layers, fused)
+        )
+        steps, output = fuse_steps(layers, refined, fused, loader), None
+        while True:
+            try:
+                step = steps.send(output)
+            except StopIteration as end:
+                result: FuseResult = end.value
+                break
+            output = layers.run_layer(*step) if isinstance(step, LayerCall) else None
+            if layers.device.type == "cuda":
+                torch.cuda.synchronize(layers.device)  # so that a slice ends when its time is over
+            yield
+        prefilled.report.num_refined_tokens, prefilled.report.refined_after = len(result.recomputed), len(answer_ids)
+        prefilled.num_exact = min(refined.num_exact_after_fusing, len(plan.token_ids))
+        return result.logits
 
     # -- look up
 
