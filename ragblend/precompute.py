@@ -139,6 +139,7 @@ def ingest(
             prefill = workers.prefill if workers is not None else prefill_here
             wanted = chunk_variants(chunks, engine.context)
             precompute_chunks(wanted, engine, on_progress, report, notify, index=opened, prefill=prefill)
+            _measure_default_ratio(chunks, engine, on_progress, prefill, notify)
             refresh_pins(followed.sources, engine, opened)
         if notify is not None:
             for folder, num_files in count_moved_files(opened, followed, found).items():
@@ -253,10 +254,20 @@ def precompute_chunks(
     report.prefill_s += perf_counter() - start_s
     report.store_bytes = stored_kv_bytes(engine)
     send_to_remote(known, missing, engine, report, on_progress)
-    # Processes that prefill instead of this one have loaded the model there, not here.
-    if prefill is prefill_here and (found := calibrate_if_due(list(distinct.values()), engine, on_progress)):
-        (notify or logger.info)(str(found))
     return report
+
+
+def _measure_default_ratio(
+    chunks: Sequence[Chunk],
+    engine: Engine,
+    progress: Progress,
+    prefill: Prefill,
+    notify: Callable[[str], None] | None = None,
+) -> None:
+    """Choose the default ratio on stored chunks if that is due, and notify the caller of it."""
+    # Processes that prefill instead of this one have loaded the model there, not here.
+    if prefill is prefill_here and (found := calibrate_if_due(chunks, engine, progress)):
+        (notify or logger.info)(str(found))
 
 
 def _name_of_text(text: str, engine: Engine) -> DocumentKey:
@@ -302,6 +313,7 @@ def precompute_index(
     wanted = chunk_variants(chunks, engine.context)
     prefill = workers.prefill if workers is not None else prefill_here
     report = precompute_chunks(wanted, engine, progress, notify=notify, rewrite=rewrite, index=index, prefill=prefill)
+    _measure_default_ratio(chunks, engine, progress or ignore_progress, prefill, notify)
     if context is not None:
         report.num_removed_kv = delete_or_warn(partial(delete_other_variants, chunks, wanted, engine))
         refresh_pins(index.sources(), engine, index)
@@ -383,6 +395,7 @@ def precompute_documents(
     texts_before = {name: registry.texts_of(name) for name in texts_of}
     with show_progress(progress) as shown:
         report = precompute_chunks(wanted, engine, shown, texts_of=texts_of, registry=registry, prefill=prefill)
+        _measure_default_ratio(chunks, engine, shown, prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped
