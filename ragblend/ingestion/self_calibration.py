@@ -64,8 +64,9 @@ def calibrate_if_due(chunks: Sequence[Chunk], engine: Engine, progress: Progress
     """Choose and save the default ratio on stored chunks, if the store has no calibration yet and it costs little.
 
     The engine must be a deep model in this process (`DEEP_MODEL_LAYERS`), with a store on disk. The measurement must
-    cost at most MAX_COST of what the store's chunks have cost. Returns None if nothing was measured. A failure is
-    logged and does not fail the ingestion, whose chunks are stored.
+    cost at most MAX_COST of what the store's chunks have cost, and `chunks` must give NUM_PROMPTS prompts, so one
+    document per call measures nothing. Returns None if nothing was measured. A failure is logged and does not fail the
+    ingestion, whose chunks are stored.
     """
     disk = engine.store.find_tier(DiskStore)
     if disk is None or not isinstance(engine, MeasurableEngine) or engine.num_layers < DEEP_MODEL_LAYERS:
