@@ -41,6 +41,7 @@ from ragblend.engine.generation import EngineRequest
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.errors import UsageError
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.intervals import mean_interval
@@ -86,7 +87,7 @@ class QuestionStudy:
     def recompute(self, rule: SelectionRule, ratio: float) -> tuple[Row, FusedKV, Tensor]:
         """Blend with `rule`. Return the row, the KV, and the positions of the recomputed tokens."""
         RULES["study"] = rule
-        request: EngineRequest = replace(self.expected.request, mode="blend", rule="study", ratio=ratio)
+        request: EngineRequest = replace(self.expected.request, mode="blend", tuning=RequestTuning("study", ratio))
         prefilled = self.engine.prefill(request)
         row = self.score("recompute", rule.name, ratio, prefilled.fused, prefilled.logits)
         recomputed = prefilled.recomputed

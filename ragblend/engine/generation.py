@@ -21,7 +21,7 @@ from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.report import BlendReport, Generation
-from ragblend.engine.tuning.calibration import RuleFit
+from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.option_keywords import GenerationKeywords
 from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.render import Renderer
@@ -58,16 +58,13 @@ class EngineKeywords(GenerationKeywords, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt with its settings. `mode` and `rule` are as requested; `ratio` may be calibrated or a default."""
+    """One prompt with its settings. `tuning` applies in mode "blend"."""
 
     prompt: MatchedPrompt
     mode: Mode
-    rule: str
-    ratio: float
+    tuning: RequestTuning
     options: GenerationOptions
     conversation: Conversation | None = None
-    fit: RuleFit | None = None  # calibration of the rule for the prompt's prefix
-    adapts_ratio: bool = False  # no ratio was requested: `ratio` is the least, raised where recompute costs no time
     grammar: CompiledGrammar | None = None
 
 
@@ -152,7 +149,7 @@ class RunningAnswer:
         self.start_s = 0.0  # `perf_counter` seconds at which its prefill began
         self.since_s = 0.0  # `perf_counter` seconds since which it has waited for `step`
         self.waited_s = 0.0  # seconds of waiting for other answers
-        report = BlendReport(request.mode, request.rule, request.ratio)
+        report = BlendReport(request.mode, request.tuning.rule, request.tuning.recompute_ratio)
         self.result = Generation("", [], "cancelled", report)
         self._steps = self._run()
 

@@ -22,7 +22,7 @@ from ragblend.engine.api import Engine, MeasurableEngine
 from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS, find_rule
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RequestTuning, RuleFit, save_calibration
 from ragblend.errors import RagblendError
 from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.ingestion.report import Progress
@@ -135,7 +135,7 @@ def calibrate_on_chunks(prompts: Sequence[Prompt], engine: MeasurableEngine, pro
         request = engine.request(prompt, mode="full", max_tokens=1)
         full = engine.prefill(request).logits
         for ratio, found in samples.items():
-            blend = engine.prefill(replace(request, mode="blend", rule=rule.name, ratio=ratio))
+            blend = engine.prefill(replace(request, mode="blend", tuning=RequestTuning(rule.name, ratio)))
             agrees = bool(blend.logits.argmax() == full.argmax())
             budgets = blend.report.charged_budget, blend.report.charged_budget_32
             found.append((first_token_kl(full, blend.logits), agrees, *budgets))

@@ -32,7 +32,7 @@ from ragblend.engine.generation import EngineRequest
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
+from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RequestTuning, RuleFit, save_calibration
 from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.report import Progress, ignore_progress
@@ -327,7 +327,8 @@ def _run_blend(
 ) -> tuple[CalibrationSample, float]:
     """Blend a request as the engine does with `fit`. Return the comparison with full prefill's logits `full` [V], and
     the seconds to the first token."""
-    found = _time_prefill(engine, replace(request, mode="blend", rule="auto", ratio=ratio, fit=fit))
+    tuning = RequestTuning(fit.rule, ratio, fit, is_auto_rule=True)
+    found = _time_prefill(engine, replace(request, mode="blend", tuning=tuning))
     agrees = bool(found.logits.argmax() == full.argmax())
     sample = (agrees, first_token_kl(full, found.logits), found.report.charged_budget, found.report.charged_budget_32)
     return sample, found.ttft_s

@@ -29,6 +29,7 @@ from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import drop_page_cache, machine_facts
 from ragblend.engine.vllm.base_engine import VllmRequest
@@ -173,7 +174,7 @@ def _measure_prefill_s(
     options = GenerationOptions(mode, rule, ratio, max_tokens=1)
     if isinstance(engine, TransformersEngine):
         start_s = perf_counter()
-        prefilled = engine.prefill(EngineRequest(prompt, mode, rule, ratio, options))
+        prefilled = engine.prefill(EngineRequest(prompt, mode, RequestTuning(rule, ratio), options))
         if prefilled.logits.device.type == "cuda":
             torch.cuda.synchronize(prefilled.logits.device)
         return perf_counter() - start_s

@@ -258,7 +258,9 @@ def test_every_ratio_is_timed_beside_full_prefill_with_kv_in_memory(found, home,
     monkeypatch.setattr(DiskStore, "get", lambda *arguments: happened.append("read") or get(*arguments))
     with load_engine("demo", home / "kv", on_miss="inline") as engine:
         prefill = engine.prefill
-        monkeypatch.setattr(engine, "prefill", lambda request: happened.append(request.ratio) or prefill(request))
+        monkeypatch.setattr(
+            engine, "prefill", lambda request: happened.append(request.tuning.recompute_ratio) or prefill(request)
+        )
         prompt = Prompt([hit.chunk for hit in index.search(questions[0], **RETRIEVAL)], questions[0])
         length = measure_curves(engine, [prompt], [rule], (0.0, 0.2, 1.0), lambda *_: None).prompt_tokens
         assert length == len(engine.renderer.render(prompt))

@@ -88,13 +88,13 @@ def fuse_steps(
 ) -> Steps[FuseResult]:
     """Run `fuse` a layer at a time (see `Steps`), for callers that interleave it with other work or other prompts."""
     state = _candidates(plan)
-    selects = 0 < plan.ratio < 1
+    selects = 0 < plan.recompute_ratio < 1
     # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
     probes_first = bool(plan.probe_layers) and selects and model.num_layers > 1 and len(state.rows) > 0
     if probes_first:
         yield from _probe(model, plan, fused, layers, state)
     active = _active_rows(plan, state)
-    check_layer = plan.check_layer if plan.rule.needs_deviation and plan.ratio < 1 else None
+    check_layer = plan.check_layer if plan.rule.needs_deviation and plan.recompute_ratio < 1 else None
     hidden = model.embed(plan.token_ids[active.rows])
     rows_per_layer: list[float] = []
     fixed_cost = 0.0
@@ -186,7 +186,7 @@ class _CandidateState:
         """
         attention = None if self.attention is None else self.attention[self.rows]
         inputs = RuleInputs(self.rows, key_deviation, value_deviation, attention, self.is_edge, plan.seed)
-        count = num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(self.rows))
+        count = num_to_recompute(plan.recompute_ratio, plan.num_chunk_tokens, len(self.rows))
         chosen = plan.rule.score(inputs).topk(count).indices.tolist()
         return np.array(sorted(chosen), np.int64)
 
@@ -214,7 +214,7 @@ def _candidates(plan: FusePlan) -> _CandidateState:
     is_fresh[: plan.num_resident] = False
     chunks = np.zeros(num_tokens, np.int64)
     drift_gain = np.zeros(num_tokens, np.float32)
-    recomputes_all = plan.ratio >= 1
+    recomputes_all = plan.recompute_ratio >= 1
     for number, placement in enumerate(plan.placements):
         span = slice(placement.start, placement.end)
         stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
@@ -303,9 +303,9 @@ def _run_first_layer(fused: PromptKVBuffer, hidden: Tensor, active: _ActiveRows,
 
 def _active_rows(plan: FusePlan, state: _CandidateState) -> _ActiveRows:
     """Return the rows to run in layer 0: fresh tokens, and the candidates that the check layer measures."""
-    if not num_to_recompute(plan.ratio, plan.num_chunk_tokens, len(state.rows)):
+    if not num_to_recompute(plan.recompute_ratio, plan.num_chunk_tokens, len(state.rows)):
         return state.with_fresh_rows(np.arange(0))
-    if plan.ratio < 1 and not plan.rule.needs_deviation:
+    if plan.recompute_ratio < 1 and not plan.rule.needs_deviation:
         return state.with_fresh_rows(state.choose(plan))
     return state.with_fresh_rows(np.arange(len(state.rows)))
 

@@ -143,7 +143,7 @@ def _allocate_layers(shapes: Sequence[tuple[int, int, int]], capacity: int, like
 class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
-    At `check_layer`, `rule` selects the share `ratio` of the chunk tokens for recomputing. By default, no stored token
+    At `check_layer`, `rule` selects the share `recompute_ratio` of the chunk tokens. By default, no stored token
     is recomputed. The first `num_resident` rows of the prompt's KV are valid before fusing starts (a prefix, earlier
     turns). The first `num_exact` of these are exact. The others may not be, for example if an earlier turn blended a
     chunk.
@@ -152,7 +152,7 @@ class FusePlan:
     token_ids: Tensor  # [T] int64, on the model's device
     placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
     rule: SelectionRule = RULES["random"]
-    ratio: float = 0.0
+    recompute_ratio: float = 0.0
     check_layer: int = 0
     num_resident: int = 0
     seed: int = 0
@@ -176,7 +176,7 @@ class FusePlan:
             # If the question precedes its chunks, the text after the last chunk is the probe's query. Its selection is
             # as close as that of the question repeated after the chunks (data/results/asking-musique.json).
             start = max((placement.end for placement in self.placements), default=self.num_resident)
-        recomputes_some = self.ratio < 1 and num_to_recompute(self.ratio, count, count) > 0
+        recomputes_some = self.recompute_ratio < 1 and num_to_recompute(self.recompute_ratio, count, count) > 0
         for name, value in (
             ("end", len(self.token_ids) if self.num_fused is None else self.num_fused),
             ("wants_logits", self.num_fused is None),
@@ -193,28 +193,35 @@ class FusePlan:
         if self.exact_end < self.num_resident:
             return self.exact_end
         stale = (each.start for each in self.placements if not (each.exact and each.kv.header.is_lossless))
-        return self.end if self.ratio >= 1 else min(stale, default=self.end)
+        return self.end if self.recompute_ratio >= 1 else min(stale, default=self.end)
 
     def with_rule(
-        self, name: str, ratio: float, model: LayerwiseModel, fitted: tuple[str, int] | None = None
+        self,
+        name: str,
+        ratio: float,
+        model: LayerwiseModel,
+        check_layer: int | None = None,
+        *,
+        is_auto_rule: bool = False,
     ) -> FusePlan:
         """Return this plan with the rule called `name`, which recomputes the share `ratio` of the chunk tokens.
 
-        "auto" is the default rule, or NO_PROBE_RULE if the default rule's query probe costs too much for this prompt.
-        `fitted`: rule and check layer of a calibration for `name`. Raises UsageError for an unknown name, and for a
+        `check_layer`: None is the model's default. `is_auto_rule`: the rule was not requested by name, so NO_PROBE_RULE
+        replaces it if its query probe costs too much for this prompt. Raises UsageError for an unknown name, and for a
         check layer that `model` does not have.
         """
         num_layers, global_layers = model.num_layers, model.global_layers
-        rule_name, check_layer = fitted or (name, default_check_layer(global_layers))
-        rule = find_rule(rule_name, num_layers)
+        rule = find_rule(name, num_layers)
+        if check_layer is None:
+            check_layer = default_check_layer(global_layers)
         num_fresh = len(self.token_ids) - self.num_resident - self.num_chunk_tokens
         num_candidates = sum(each.kv.header.num_tokens for each in self.placements if not each.exact)
         counts = (num_fresh, num_candidates, self.num_chunk_tokens, num_layers)
-        if name == "auto" and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
+        if is_auto_rule and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
             rule, check_layer = find_rule(NO_PROBE_RULE), default_check_layer(global_layers)
         check_layer = validate_check_layer(rule, check_layer, num_layers)
         probe_layers = rule.probe_layers(num_layers, global_layers)
-        return replace(self, rule=rule, ratio=ratio, check_layer=check_layer, probe_layers=probe_layers)
+        return replace(self, rule=rule, recompute_ratio=ratio, check_layer=check_layer, probe_layers=probe_layers)
 
     def for_refinement(self, answer_ids: Sequence[int], ratio: float) -> FusePlan:
         """Return the plan that recomputes the share `ratio` of the chunk tokens over the KV that this plan has fused.
@@ -224,7 +231,7 @@ class FusePlan:
         placements determine which tokens are stale; their KV is not read again.
         """
         token_ids = torch.cat((self.token_ids, self.token_ids.new_tensor(answer_ids)))
-        return replace(self, token_ids=token_ids, ratio=ratio)
+        return replace(self, token_ids=token_ids, recompute_ratio=ratio)
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ class BlendingEngine(LocalEngine):
 
     def _blend(self, request: EngineRequest, damaged: set[str], store_get: StoreGet) -> PrefillResult:
         """Return the prefill of a request that reuses KV: full reuse, prefix reuse or blend."""
-        start_s = perf_counter()
+        start_s, tuning = perf_counter(), request.tuning
         capacity = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
         num_resident, num_known, num_exact = self._copy_resident_rows(request, fused)
@@ -118,13 +118,12 @@ class BlendingEngine(LocalEngine):
             num_exact=num_exact,
         )
         if request.mode == "blend":
-            fitted = request.fit.rule_and_layer if request.fit is not None else None
-            plan = plan.with_rule(request.rule, ratio, self.layers, fitted)
+            plan = plan.with_rule(tuning.rule, ratio, self.layers, tuning.check_layer, is_auto_rule=tuning.is_auto_rule)
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
         report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
         # A rule without a probe, which "auto" takes for a long question, is not the one that was measured.
-        if (fit := request.fit) is not None and (
+        if (fit := tuning.fit) is not None and (
             request.mode == "reuse" or (request.mode == "blend" and plan.rule.name == fit.rule)
         ):
             fit.predict(report, ratio)
@@ -146,7 +145,9 @@ class BlendingEngine(LocalEngine):
             result.recomputed,
             result.attention,
             loader.read_s,
-            self._refiner(plan, refine_ratio) if request.mode == "blend" and refine_ratio > plan.ratio else None,
+            self._refiner(plan, refine_ratio)
+            if request.mode == "blend" and refine_ratio > plan.recompute_ratio
+            else None,
         )
 
     # -- refine
@@ -242,14 +243,15 @@ class BlendingEngine(LocalEngine):
         """
         if request.mode != "blend":
             return 0.0, ""
-        if not request.adapts_ratio or not placements or self.machine is None:
-            return request.ratio, ""
-        rule = find_rule(request.rule if request.fit is None else request.fit.rule, self.layers.num_layers)
+        tuning = request.tuning
+        if not tuning.adapts_ratio or not placements or self.machine is None:
+            return tuning.recompute_ratio, ""
+        rule = find_rule(tuning.rule, self.layers.num_layers)
         # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
         to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
         decision = decide_reuse(
             self.machine,
-            request.ratio,
+            tuning.recompute_ratio,
             request.prompt.num_tokens,
             num_resident + sum(each.kv.header.num_tokens for each in placements),
             {"disk": to_load},

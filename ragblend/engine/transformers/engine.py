@@ -244,19 +244,16 @@ class TransformersEngine(BlendingEngine):
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stop_strings)
         matched = self.match(prompt)
-        choice = self.calibrations.resolve_request_tuning(
+        tuning = self.calibrations.resolve_tuning(
             matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
         )
         self._check_length(matched.num_tokens + 1, "prompt")
         return EngineRequest(
             matched,
             generation_options.mode,
-            generation_options.rule,
-            choice.ratio,
+            tuning,
             generation_options,
             conversation,
-            choice.fit,
-            adapts_ratio=generation_options.mode == "blend" and choice.is_auto_ratio,
             grammar=self._grammars.compile(generation_options.structured_outputs)
             if generation_options.structured_outputs is not None
             else None,

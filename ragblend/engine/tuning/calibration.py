@@ -6,7 +6,7 @@ chunker, ingestion one per model and prefix:
 
 A calibration holds, for every rule that was measured, the ratio that met the target and the measured curve. That of
 `ragblend calibrate`, which is of the user's questions, is preferred.
-`resolve_request_tuning` returns the rule and ratio of a request; `save_calibration` writes a calibration. Depends on
+`resolve_tuning` returns the rule and ratio of a request; `save_calibration` writes a calibration. Depends on
 files and numbers, not on models, questions or the fitting.
 """
 
@@ -87,11 +87,6 @@ class RuleFit:
             raise UsageError("a calibration has a negative KL or budget")
         if self.chosen_by not in ("agreement", "kl"):
             raise UsageError(f"a calibration's ratio was chosen by {self.chosen_by!r}, not by agreement or kl")
-
-    @property
-    def rule_and_layer(self) -> tuple[str, int]:
-        """Return rule and check layer, the `fitted` argument of `FusePlan.with_rule`."""
-        return self.rule, self.check_layer
 
     @property
     def point(self) -> CurvePoint:
@@ -297,21 +292,21 @@ class CalibrationCache:
                 )
             return self._known[key]
 
-    def resolve_request_tuning(self, prefix_ids: tuple[int, ...], rule: str, ratio: RatioChoice) -> RequestTuning:
-        """Return the rule and ratio of a request with the options `rule` and `ratio`, and a prompt that begins with
-        `prefix_ids`.
+    def resolve_tuning(self, prefix_ids: tuple[int, ...], rule: str, recompute_ratio: RatioChoice) -> RequestTuning:
+        """Return the tuning of a request with these options, whose prompt begins with `prefix_ids`.
 
         Rule "auto" becomes the calibration's best rule; without a calibration, the default rule. Ratio None or "auto"
         becomes the rule's calibrated ratio; the rule's own default if the rule is not calibrated. Other values are
         unchanged. Raises UsageError for an unknown rule or an invalid ratio. The first call whose ratio is "auto" and
         whose rule is not calibrated logs a warning.
         """
-        known, calibration = find_rule(rule, self._num_layers), self.find(prefix_ids)
+        default, calibration = find_rule(rule, self._num_layers), self.find(prefix_ids)
         fit = calibration.fit_of(rule) if calibration is not None else None
-        name, least = (known.name, known.ratio) if fit is None else (fit.rule, fit.ratio)
-        if ratio is not None and RATIO.validate("recompute_ratio", ratio) != "auto":
-            return RequestTuning(name, float(ratio), fit, is_auto_ratio=False)
-        if fit is None and ratio == "auto" and not self._warned:
+        name, least = (default.name, default.ratio) if fit is None else (fit.rule, fit.ratio)
+        tuning = RequestTuning(name, least, fit, is_auto_rule=rule == "auto", adapts_ratio=True)
+        if recompute_ratio is not None and RATIO.validate("recompute_ratio", recompute_ratio) != "auto":
+            return tuning._replace(recompute_ratio=float(recompute_ratio), adapts_ratio=False)
+        if fit is None and recompute_ratio == "auto" and not self._warned:
             self._warned = True
             log.warning(
                 "recompute_ratio 'auto' is the default, %g: rule %r has no calibration for this model and prefix in "
@@ -320,19 +315,22 @@ class CalibrationCache:
                 rule,
                 self._root or "a store in memory",
             )
-        return RequestTuning(name, least, fit, is_auto_ratio=True)
+        return tuning
 
 
 class RequestTuning(NamedTuple):
-    """Rule and ratio of one request. `fit` is the calibration of the rule; None if the rule is not calibrated.
-
-    `is_auto_ratio`: the request sets no number as its ratio, so an engine may raise the ratio if that costs no time.
-    """
+    """Rule and ratio of one request in mode "blend", as the engine uses them."""
 
     rule: str
-    ratio: float
-    fit: RuleFit | None
-    is_auto_ratio: bool
+    recompute_ratio: float
+    fit: RuleFit | None = None  # calibration of the rule; None if the rule is not calibrated
+    is_auto_rule: bool = False  # rule "auto" was requested; a rule without a probe replaces it for a long question
+    adapts_ratio: bool = False  # no number was requested as ratio; an engine may raise it where that costs no time
+
+    @property
+    def check_layer(self) -> int | None:
+        """Calibrated layer at which the rule selects tokens; None: the model's default."""
+        return None if self.fit is None else self.fit.check_layer
 
 
 def _stem(fingerprint: str, prefix_ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Jobs that the connector's scheduler half sends to its workers. Imports neither vLLM nor torch."""
+"""Jobs that the connector's scheduler half sends to its workers. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.prompt.types import ChunkRun
 
@@ -42,14 +43,13 @@ class BlendJob:
 
     request_id: str
     params: BlendParams
-    ratio: float
+    tuning: RequestTuning
     token_ids: tuple[int, ...] = field(repr=False)  # of the whole prompt; vLLM's crash dumps show the repr
     runs: tuple[ChunkRun, ...]  # of the whole prompt
     end: int  # of the context; vLLM computes the tokens after it
     turns: tuple[BlendTurn, ...]
     block_ids: tuple[int, ...]
     fingerprint: str
-    fitted: tuple[str, int] | None = None  # calibrated rule and check layer
     num_resident: int = 0  # leading tokens whose blocks other requests share, so that they are never written
 
     @property
@@ -63,12 +63,17 @@ class BlendJob:
         return tuple(run for turn in self.turns for run in turn.stored)
 
     @property
+    def recompute_ratio(self) -> float:
+        """Share of the stored tokens that is recomputed: the tuning's in mode "blend", else 0."""
+        return self.tuning.recompute_ratio if self.params.mode == "blend" else 0.0
+
+    @property
     def num_tokens_to_compute(self) -> int:
         """Estimated number of tokens that most layers compute.
 
         Prefix and resident tokens do not count. Of the others before `end`, all without stored KV count and, in mode
-        "blend", the share `ratio` of those with stored KV.
+        "blend", the share `recompute_ratio` of those with stored KV.
         """
         num_stored = sum(run.num_tokens for run in self.stored)
-        ratio = self.ratio if self.params.mode == "blend" else 0.0
-        return self.end - max(self.num_resident, self.runs[0].start) - num_stored + math.ceil(ratio * num_stored)
+        num_recomputed = math.ceil(self.recompute_ratio * num_stored)
+        return self.end - max(self.num_resident, self.runs[0].start) - num_stored + num_recomputed

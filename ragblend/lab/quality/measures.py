@@ -21,6 +21,7 @@ from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.generation import EngineRequest, PrefillResult
 from ragblend.engine.report import BlendReport
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.options import ContextPolicy, Mode
 from ragblend.prompt.types import MatchedPrompt
 
@@ -61,7 +62,8 @@ def timed_prefill(
     """Return the prompt's prefill in this configuration, and the seconds it took. The chunks must be precomputed."""
     rule = "auto" if configuration.rule == "none" else configuration.rule
     start_s = perf_counter()
-    prefilled = engine.prefill(replace(request, mode=configuration.mode, rule=rule, ratio=configuration.ratio))
+    tuning = RequestTuning(rule, configuration.ratio, is_auto_rule=rule == "auto")
+    prefilled = engine.prefill(replace(request, mode=configuration.mode, tuning=tuning))
     return prefilled, perf_counter() - start_s
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.format.kv import MemoryKV
+from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.engine.vllm.base_engine import OutputDelta, VllmRequest
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.engine.vllm.scheduler_side.loading import MemoryTierDelta
@@ -60,7 +61,13 @@ def test_a_job_shows_what_the_reader_of_a_crash_dump_needs():
     ids = tuple(range(90_000, 90_064))
     run = ChunkRun(ids[1:60], 0, 1, 60, variant=Variant("key", "exact", exact=True))
     params = BlendParams(namespace="acme")
-    dumped = repr([BlendJob("one", params, 0.15, ids, (run,), 60, (BlendTurn(0, 64, (run,)),), (3, 4), "model")])
+    dumped = repr(
+        [
+            BlendJob(
+                "one", params, RequestTuning("ask", 0.15), ids, (run,), 60, (BlendTurn(0, 64, (run,)),), (3, 4), "model"
+            )
+        ]
+    )
     assert "9000" not in dumped
     for each in ("'one'", "acme", "'key'", "start=1, end=60", "block_ids=(3, 4)"):
         assert each in dumped

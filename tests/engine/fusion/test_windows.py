@@ -207,7 +207,7 @@ def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_ar
         prompt = make_prompt()
         plan = FusePlan(torch.tensor(prompt.ids), placements_of(prompt), num_resident=PREFIX)
         plan = plan.with_rule(rule, 0.15, layers)
-        assert (plan.rule.name, plan.ratio) == (rule, 0.15)
+        assert (plan.rule.name, plan.recompute_ratio) == (rule, 0.15)
         return plan.check_layer, plan.probe_layers
 
     assert reads("gemma3", "ask") == (0, (2, 5))

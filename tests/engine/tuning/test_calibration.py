@@ -213,8 +213,8 @@ def test_a_calibration_with_an_unknown_rule_is_skipped(tmp_path, caplog):
     calibrations = CalibrationCache(tmp_path, "f00d", 5)
     for _ in range(3):
         assert load_calibration(tmp_path, "f00d", (1, 2, 3)) is None
-        assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None)[:2] == (AUTO, DEFAULT_RATIO)
-        assert calibrations.resolve_request_tuning((1, 2, 3), NO_PROBE_RULE, None).fit is None
+        assert calibrations.resolve_tuning((1, 2, 3), "auto", None)[:2] == (AUTO, DEFAULT_RATIO)
+        assert calibrations.resolve_tuning((1, 2, 3), NO_PROBE_RULE, None).fit is None
     for line in caplog.messages:
         assert path.name in line
         assert "rule 'mine' at layer 1, which this ragblend does not have; make it again: ragblend calibrate" in line
@@ -232,7 +232,7 @@ def tuned(calibration: Calibration | None, num_layers: int, rule: str = "auto", 
     """Return the rule and ratio of a request, whose prefix has this calibration."""
     calibrations = CalibrationCache(None, "f00d", num_layers)
     calibrations.find = lambda prefix_ids: calibration
-    return calibrations.resolve_request_tuning((), rule, ratio)
+    return calibrations.resolve_tuning((), rule, ratio)
 
 
 def test_requested_options_count_and_the_others_are_calibrated():
@@ -243,7 +243,7 @@ def test_requested_options_count_and_the_others_are_calibrated():
     assert tuned(CALIBRATION, 5, "random")[:3] == ("random", DEFAULT_RATIO, None)
     assert tuned(None, 5)[:3] == (AUTO, DEFAULT_RATIO, None)
     assert tuned(None, 30, ratio="auto")[:2] == ("ask", RULES["ask"].ratio)
-    assert [tuned(CALIBRATION, 5, ratio=ratio).is_auto_ratio for ratio in (None, "auto", 0.1)] == [
+    assert [tuned(CALIBRATION, 5, ratio=ratio).adapts_ratio for ratio in (None, "auto", 0.1)] == [
         True,
         True,
         False,
@@ -258,16 +258,16 @@ def test_a_ratio_that_cannot_be_is_refused(ratio):
 
 def test_calibrations_are_found_when_they_appear_and_missed_once(tmp_path, caplog):
     calibrations = CalibrationCache(tmp_path, "f00d", 5)
-    assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None).fit is None
+    assert calibrations.resolve_tuning((1, 2, 3), "auto", None).fit is None
     assert not caplog.records, "it was not asked for"
     for _ in range(3):
-        assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == DEFAULT_RATIO
-        assert calibrations.resolve_request_tuning((1, 2, 3), "auto", None).ratio == DEFAULT_RATIO
+        assert calibrations.resolve_tuning((1, 2, 3), "auto", "auto").recompute_ratio == DEFAULT_RATIO
+        assert calibrations.resolve_tuning((1, 2, 3), "auto", None).recompute_ratio == DEFAULT_RATIO
     assert caplog.text.count("ragblend calibrate") == 1
     save(tmp_path)
-    assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == 0.1
+    assert calibrations.resolve_tuning((1, 2, 3), "auto", "auto").recompute_ratio == 0.1
     save(tmp_path, replace(CALIBRATION, fits=(replace(BEST, ratio=0.5), OTHER)))
-    assert calibrations.resolve_request_tuning((1, 2, 3), "auto", "auto").ratio == 0.5
+    assert calibrations.resolve_tuning((1, 2, 3), "auto", "auto").recompute_ratio == 0.5
     (tmp_path / CALIBRATIONS_DIR / CALIBRATION.filename).unlink()
     assert calibrations.find((1, 2, 3)) is None
 

@@ -67,8 +67,7 @@ class _RequestState:
     pending_lookup: Future[LookupResult] | None = None  # the plan is made from its result
     pending_fetch: PendingFetch | None = None  # from the remote tier; a second lookup follows it
     waited_s: float = 0.0  # for the fetch
-    choice: RequestTuning | None = None  # rule and ratio, resolved by the calibration; None before the lookup
-    adapts_ratio: bool = False  # the loading controller still has to choose the ratio, or full prefill
+    tuning: RequestTuning | None = None  # None before the lookup; with `adapts_ratio`, its ratio is still to be chosen
     is_new: bool = True  # the scheduler has not waited for its lookup yet
     is_ours: bool = True  # it has parameters, or its prompt has runs of chunks
     is_separated: bool = False  # vLLM's prefix cache shares its blocks only with prompts whose blocks have the same KV
@@ -79,6 +78,11 @@ class _RequestState:
     is_filled: bool = False  # the workers have reported the job
     request: Any = field(default=None, repr=False)  # vLLM's
     is_timed: bool = False  # its first token is recorded
+
+    @property
+    def adapts_ratio(self) -> bool:
+        """True if the loading controller still has to choose the ratio, or full prefill."""
+        return self.tuning is not None and self.tuning.adapts_ratio
 
     @property
     def stored(self) -> tuple[ChunkRun, ...]:
@@ -223,19 +227,18 @@ class BlendScheduler:
         prefix_ids, default = tuple(ids[: runs[0].start]) if runs else (), tuple(self._lookup.prefix_ids)
         if prefix_ids[: len(default)] == default:
             prefix_ids = default  # labels or turns may follow it before the first chunk
-        choice = self._calibrations.resolve_request_tuning(prefix_ids, rule, ratio)
-        state.params = params = replace(params, rule=rule, ratio=choice.ratio)
+        tuning = self._calibrations.resolve_tuning(prefix_ids, rule, ratio)
         blends = params.mode == "blend"
-        used = choice.ratio if blends else float(params.mode == "full")
-        report = BlendReport(params.reported_mode, choice.rule if blends else "none", used)
-        if choice.fit is not None and params.mode in ("blend", "reuse"):
-            choice.fit.predict(report, used)
+        used = tuning.recompute_ratio if blends else float(params.mode == "full")
+        report = BlendReport(params.reported_mode, tuning.rule if blends else "none", used)
+        if tuning.fit is not None and params.mode in ("blend", "reuse"):
+            tuning.fit.predict(report, used)
         report.num_chunks = len(runs)
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
         if runs or params.mode == "full":
             report.charged_budget = report.charged_budget_32 = 1.0
-        state.report, state.choice = report, choice
-        state.adapts_ratio = blends and choice.is_auto_ratio and self.loading.machine is not None
+        adapts_ratio = blends and tuning.adapts_ratio and self.loading.machine is not None
+        state.report, state.tuning = report, tuning._replace(adapts_ratio=adapts_ratio)
 
     def _start_lookup(self, request: Any, state: _RequestState, *, asks_remote: bool) -> None:
         ids, params = request.prompt_token_ids, state.params
@@ -292,16 +295,16 @@ class BlendScheduler:
         state.num_missing = sum(run.variant is None for run in runs)
         state.turns = split_by_turns(runs, found.turn_ends)
         state.end = state.turns[-1].fused_end if state.turns else 0
-        if state.end and not state.adapts_ratio:  # the loading controller may still choose full prefill
+        if state.end and not state.adapts_ratio:  # else the loading controller may still choose full prefill
             self._separate(request, state)
 
     def _separate(self, request: Any, state: _RequestState) -> None:
         """Have vLLM's prefix cache share the request's blended blocks only with prompts that blend them equally."""
-        assert state.choice is not None
-        params, fit = state.params, state.choice.fit
-        rule_and_layer = fit.rule_and_layer if fit is not None else None
+        tuning, params = state.tuning, state.params
+        assert tuning is not None
         # Each parameter that changes the KV of a blend must be here, else two requests share blocks that differ.
-        settings = (params.mode, params.rule, state.report.recompute_ratio, rule_and_layer, params.seed)
+        rule = (tuning.rule, tuning.is_auto_rule, tuning.check_layer)
+        settings = (params.mode, rule, state.report.recompute_ratio, params.seed)
         separate_blended_blocks(request, state.turns, settings, self._cache_config.block_size)
         state.is_separated = True
 
@@ -328,20 +331,21 @@ class BlendScheduler:
 
     def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
         """Set the ratio that the loading controller chooses, or leave the request to vLLM if full prefill is faster."""
-        assert state.choice is not None
+        tuning = state.tuning
+        assert tuning is not None
         assert state.runs
         num_tokens, num_prefix = len(request.prompt_token_ids), state.runs[0].start
-        probes_first = find_rule(state.choice.rule).probes_before_selection
-        decision = self.loading.decide(state.choice.ratio, num_tokens, num_prefix, state.stored, probes_first)
-        state.adapts_ratio = False
+        probes_first = find_rule(tuning.rule).probes_before_selection
+        decision = self.loading.decide(tuning.recompute_ratio, num_tokens, num_prefix, state.stored, probes_first)
+        state.tuning = tuning._replace(recompute_ratio=decision.ratio, adapts_ratio=False)
         if decision.fallback_reason:
             state.report = _as_prefill(state.report, decision.fallback_reason)
             state.turns, state.end = (), 0
             self.metrics.add(refused_requests=1)
             return
         state.report.recompute_ratio = decision.ratio
-        if state.choice.fit is not None:
-            state.choice.fit.predict(state.report, decision.ratio)
+        if tuning.fit is not None:
+            tuning.fit.predict(state.report, decision.ratio)
         self._separate(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -388,19 +392,18 @@ class BlendScheduler:
             return
         _unhide_blocks(request, state)  # once they are computed again, they are found again
         self._filling.add(request.request_id)
-        fit = state.choice.fit if state.choice is not None else None
+        assert state.tuning is not None
         self._new_jobs.append(
             BlendJob(
                 request.request_id,
                 state.params,
-                state.report.recompute_ratio,
+                state.tuning,
                 tuple(request.prompt_token_ids),
                 state.runs or (),
                 state.end,
                 tuple(turn for turn in state.turns if not turn.stored or turn.fused_end > state.num_resident),
                 tuple(block_ids),
                 self.fingerprint,
-                fit.rule_and_layer if fit is not None else None,
                 state.num_resident,
             )
         )

@@ -253,7 +253,7 @@ class BlendWorker:
         num_resident = job.num_resident or sum(placement.end for placement in prefix)
         num_known = 0 if own in self._prefixes and not was_known and not job.num_resident else num_resident
         mode = job.params.reported_mode
-        report = BlendReport(mode, "none", job.ratio if job.params.mode == "blend" else 0.0)
+        report = BlendReport(mode, "none", job.recompute_ratio)
         fused: list[tuple[FusePlan, FuseResult]] = []
         for turn in job.turns:
             before = prefix if not fused else ()
@@ -342,7 +342,7 @@ class BlendWorker:
         The plan is a function of the prompt: how many tokens before the turn's first chunk have KV already changes
         nothing but the work.
         """
-        params, layers, ids = job.params, self.layers, job.token_ids[: turn.end]
+        params, tuning, layers, ids = job.params, job.tuning, self.layers, job.token_ids[: turn.end]
         question_start = turn.runs[-1].end
         plan = FusePlan(
             torch.tensor(ids, dtype=torch.int64, device=layers.device),
@@ -354,8 +354,10 @@ class BlendWorker:
             question_start=question_start if question_start < len(ids) else None,
         )
         if params.mode == "blend":
-            plan = plan.with_rule(params.rule, job.ratio, layers, job.fitted)
-        is_exact = params.mode == "blend" and job.ratio >= 1
+            plan = plan.with_rule(
+                tuning.rule, tuning.recompute_ratio, layers, tuning.check_layer, is_auto_rule=tuning.is_auto_rule
+            )
+        is_exact = job.recompute_ratio >= 1
         return replace(
             plan, num_resident=num_resident, num_exact=None if is_exact else min(num_resident, job.runs[0].start)
         )
@@ -363,7 +365,7 @@ class BlendWorker:
     def _paged(self, job: BlendJob, turn: BlendTurn, plan: FusePlan, num_in_blocks: int) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
         kept = {plan.check_layer}
-        if self.layers.attends_scattered_rows_together and 0 < plan.ratio < 1:
+        if self.layers.attends_scattered_rows_together and 0 < plan.recompute_ratio < 1:
             kept.update(range(self.layers.num_layers))
         num_probe_rows = len(plan.token_ids) - plan.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
