@@ -12,11 +12,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
+from ragblend.config import Settings
 from ragblend.corpus.citations import describe_source
 from ragblend.errors import UsageError
 from ragblend.frameworks.conversation import REPHRASE
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.llm import BlendLLM, ChatBlend
+from ragblend.option_fields import default_of
 
 try:
     from langchain_core.callbacks import CallbackManagerForRetrieverRun
@@ -61,9 +63,9 @@ class BlendRetriever(BaseRetriever):
     """
 
     index: Any
-    k: int = 5
-    neighbours: int = 0
-    order: Literal["score", "document"] = "score"
+    k: int = default_of(Settings, "k")
+    neighbours: int = default_of(Settings, "neighbours")
+    order: Literal["score", "document"] = default_of(Settings, "order")
 
     def model_post_init(self, context: Any, /) -> None:
         """Open the index if it is given as a folder."""

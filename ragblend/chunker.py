@@ -23,6 +23,8 @@ from ragblend.prompt.types import Chunk
 TokenCounter = Callable[[str], int]
 """Function of the LLM's own tokenizer. Returns the number of tokens of a text alone, without special tokens."""
 
+DEFAULT_CHUNK_SIZE = 512
+"""Most tokens of a chunk, where neither the store nor a setting says."""
 Splitter = Callable[[Document], list[Chunk]]
 """Function that ingestion cuts documents with, such as `functools.partial(split, count_tokens=...)`.
 
@@ -30,36 +32,36 @@ Returns the chunks of one document, in reading order.
 """
 
 
-def split(document: Document, count_tokens: TokenCounter, max_tokens: int = 512) -> list[Chunk]:
-    """Return chunks of at most `max_tokens` tokens, without overlap; a chunk is `document.text[start:end]`.
+def split(document: Document, count_tokens: TokenCounter, chunk_size: int = DEFAULT_CHUNK_SIZE) -> list[Chunk]:
+    """Return chunks of at most `chunk_size` tokens, without overlap; a chunk is `document.text[start:end]`.
 
     A chunk ends after the last paragraph in its second half, else after the last sentence there, else after the last
-    line, else after a word. A word is cut only if it alone exceeds `max_tokens`. It is cut between graphemes (a letter
-    with its marks, an emoji of several characters), and a grapheme only if it alone exceeds `max_tokens`. A chunk does
+    line, else after a word. A word is cut only if it alone exceeds `chunk_size`. It is cut between graphemes (a letter
+    with its marks, an emoji of several characters), and a grapheme only if it alone exceeds `chunk_size`. A chunk does
     not end directly after a heading, inside a code block or inside a table row, unless its last three quarters have no
     better place. Only whitespace between chunks is lost. A chunk has the document's metadata and `num_tokens`.
 
     A chunk of records (a CSV, a log) ends in its last three fifths, before the row whose content has the lowest hash.
     An added row therefore changes few chunks.
 
-    A chunk that continues a table begins with the table's header row, if that takes at most a quarter of `max_tokens`.
+    A chunk that continues a table begins with the table's header row, if that takes at most a quarter of `chunk_size`.
     Its text is then the header row, a line break and `document.text[chunk.start:chunk.end]`, and its metadata has
-    `verbatim: False`. Raises UsageError if `max_tokens` is below 1 or one character needs more.
+    `verbatim: False`. Raises UsageError if `chunk_size` is below 1 or one character needs more.
     """
-    if max_tokens < 1:
-        raise UsageError(f"chunk size is {max_tokens} tokens; choose 1 or more, for example 256")
-    return list(_Cutter(document, count_tokens, max_tokens).cut())
+    if chunk_size < 1:
+        raise UsageError(f"chunk size is {chunk_size} tokens; choose 1 or more, for example 256")
+    return list(_Cutter(document, count_tokens, chunk_size).cut())
 
 
 class _Cutter:
     """Cuts one document from its beginning to its end."""
 
-    def __init__(self, document: Document, count_tokens: TokenCounter, max_tokens: int) -> None:
-        self._document, self._count, self._max_tokens = document, count_tokens, max_tokens
+    def __init__(self, document: Document, count_tokens: TokenCounter, chunk_size: int) -> None:
+        self._document, self._count, self._chunk_size = document, count_tokens, chunk_size
         self._text = text = document.text
         self._ends = find_word_ends(text)
         self._layout = Layout(text, document.marks)
-        self._budget = _TokenBudget(text, count_tokens, max_tokens)
+        self._budget = _TokenBudget(text, count_tokens, chunk_size)
         self._fit_headers: dict[tuple[int, int], str] = {}  # of the latest table: its header row, "" if it is too long
 
     def cut(self) -> Iterator[Chunk]:
@@ -77,7 +79,7 @@ class _Cutter:
                 first += end == ends[first]
             else:
                 end, first = ends[last], last + 1
-            assert num_tokens <= self._max_tokens
+            assert num_tokens <= self._chunk_size
             facts = {**self._document.metadata, "num_tokens": num_tokens} | ({"verbatim": False} if header else {})
             yield Chunk(header + text[start:end], self._document.source, start, end, facts)
             # The rest of a word that was cut opens the next chunk.
@@ -90,7 +92,7 @@ class _Cutter:
             return ""
         if span not in self._fit_headers:
             header = self._text[span[0] : span[1]].strip() + "\n"
-            fits = self._count(header) <= self._max_tokens // 4
+            fits = self._count(header) <= self._chunk_size // 4
             self._fit_headers = {span: header if fits else ""}
         return self._fit_headers[span]
 
@@ -105,7 +107,7 @@ class _Cutter:
         cut = find_best_cut(text, ends, first, last, start, self._layout)
         cut_tokens = num_tokens if cut == last else self._count(header + text[start : ends[cut]])
         # Fewer characters may be more tokens; the counted end is used then.
-        return (cut, cut_tokens) if cut_tokens <= self._max_tokens else (last, num_tokens)
+        return (cut, cut_tokens) if cut_tokens <= self._chunk_size else (last, num_tokens)
 
     def _cut_word(self, start: int, end: int) -> tuple[int, int]:
         """Return where to cut a word that exceeds the budget, and the tokens up to there."""
@@ -113,7 +115,7 @@ class _Cutter:
         last, num_tokens = self._budget.find_last_end(start, letters, 0)
         if last < 0:
             raise UsageError(
-                f"chunk size is {self._max_tokens} tokens, but {self._text[start]!r} in "
+                f"chunk size is {self._chunk_size} tokens, but {self._text[start]!r} in "
                 f"{self._document.source or 'the document'} needs more alone; choose a larger chunk size"
             )
         cut = letters[last]
@@ -135,11 +137,11 @@ class _TokenBudget:
     _MAX_GUESSES = 6
     _PROBE = 32, 4096  # characters per token, and at least: no prose comes near, and runs of one letter do
 
-    def __init__(self, text: str, count_tokens: TokenCounter, max_tokens: int) -> None:
-        self._text, self._count, self._max_tokens = text, count_tokens, max_tokens
-        self._slack = max_tokens // 32  # full enough: the cut moves back to a sentence anyway
+    def __init__(self, text: str, count_tokens: TokenCounter, chunk_size: int) -> None:
+        self._text, self._count, self._chunk_size = text, count_tokens, chunk_size
+        self._slack = chunk_size // 32  # full enough: the cut moves back to a sentence anyway
         self._chars_per_token = 4.0
-        self.probe_chars = max(self._PROBE[0] * max_tokens, self._PROBE[1])
+        self.probe_chars = max(self._PROBE[0] * chunk_size, self._PROBE[1])
 
     def find_last_end(self, start: int, ends: Sequence[int], first: int, header: str = "") -> tuple[int, int]:
         """Return the last index of `ends` from `first` that fits with `header` before it, and its tokens.
@@ -147,13 +149,13 @@ class _TokenBudget:
         (first - 1, 0) if none fits."""
         fits, fits_tokens, exceeds = first - 1, 0, len(ends)
         guesses = 0
-        while exceeds - fits > 1 and (fits < first or fits_tokens < self._max_tokens - self._slack):
-            target = start + round(self._max_tokens * self._chars_per_token) - len(header)
+        while exceeds - fits > 1 and (fits < first or fits_tokens < self._chunk_size - self._slack):
+            target = start + round(self._chunk_size * self._chars_per_token) - len(header)
             index = bisect_right(ends, target, first) - 1 if guesses < self._MAX_GUESSES else (fits + exceeds) // 2
             index = min(max(index, fits + 1), exceeds - 1)
             num_tokens, end = self._count_up_to(start, ends[index], header)
             guesses += 1
-            if num_tokens > self._max_tokens:
+            if num_tokens > self._chunk_size:
                 exceeds = bisect_left(ends, end, fits + 1, index)
             else:
                 fits, fits_tokens = index, num_tokens
@@ -166,7 +168,7 @@ class _TokenBudget:
         size = self.probe_chars
         while start + size < end:
             num_tokens = self._count(header + self._text[start : start + size])
-            if num_tokens > self._max_tokens:
+            if num_tokens > self._chunk_size:
                 return num_tokens, start + size
             size *= 4
         return self._count(header + self._text[start:end]), end

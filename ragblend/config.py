@@ -24,8 +24,10 @@ from ragblend.errors import UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.files.store_folder import DEFAULT_STORE
-from ragblend.option_fields import Validator, at_least, copy_option, one_of, option
+from ragblend.option_fields import at_least, copy_option, one_of, option
 from ragblend.options import (
+    BACKEND,
+    GENERATION_NAMES,
     ContextPolicy,
     GenerationOptions,
     LoadOptions,
@@ -62,7 +64,6 @@ _ARGUMENT_FLAGS = {  # arguments of functions that are no settings, and the flag
     "keys": "--api-keys-file",
     "loader": "--loader",
     "precompute": "--precompute",
-    "recompute_ratio": "--ratio",
     "vllm_options": "--vllm-options",
 }
 _ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]+))?`")
@@ -79,10 +80,7 @@ class Settings(TierOptions):
     backend: str = option(
         "transformers",
         "Engine: transformers, vllm, or a server's http://HOST:PORT (ragblend serve).",
-        Validator(
-            lambda value: value in ("transformers", "vllm") or is_server_url(value),
-            "transformers, vllm or a server's http://HOST:PORT",
-        ),
+        BACKEND,
     )
     dtype: str = copy_option(ModelOptions, "dtype")
     device: str = copy_option(ModelOptions, "device")
@@ -101,7 +99,7 @@ class Settings(TierOptions):
     order: str = option("score", "Chunks by 'score' or in 'document' order.", one_of("score", "document"))
     mode: Mode = copy_option(GenerationOptions, "mode")
     rule: str = copy_option(GenerationOptions, "rule")
-    ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    recompute_ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
     refine_ratio: float = copy_option(GenerationOptions, "refine_ratio")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
@@ -117,14 +115,8 @@ class Settings(TierOptions):
     @property
     def generation(self) -> dict[str, Any]:
         """The keyword arguments of `generate` and `stream`."""
-        return GenerationOptions(
-            mode=self.mode,
-            rule=self.rule,
-            recompute_ratio=self.ratio,
-            refine_ratio=self.refine_ratio,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-        ).keywords
+        shared = self.__dataclass_fields__.keys() & set(GENERATION_NAMES)
+        return GenerationOptions(**{name: getattr(self, name) for name in shared}).keywords
 
     @property
     def model_options(self) -> ModelOptions:
@@ -292,7 +284,7 @@ def setting_type(name: str) -> tuple[type, tuple[str, ...]]:
 
     A setting that accepts only words, such as `mode`, has the type str.
 
-    >>> setting_type("chunk_size"), setting_type("ratio")
+    >>> setting_type("chunk_size"), setting_type("recompute_ratio")
     ((<class 'int'>, ()), (<class 'float'>, ('auto',)))
     """
     hint = get_type_hints(Settings)[name]

@@ -30,6 +30,7 @@ from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_regi
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.catalog.vectors import FaissVectors, normalize_rows
+from ragblend.config import Settings
 from ragblend.corpus.embedders import (
     Embedder,
     FloatArray,
@@ -49,7 +50,7 @@ from ragblend.files.directory import Directory
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_file
 from ragblend.files.store_folder import CATALOG_FILE, VECTORS_FILE
-from ragblend.option_fields import check_unicode
+from ragblend.option_fields import check_unicode, default_of
 from ragblend.prompt.types import Chunk
 
 logger = logging.getLogger(__name__)
@@ -368,10 +369,10 @@ class ChunkIndex(IndexedDocuments):
     def search(
         self,
         query: str | ArrayLike,
-        k: int = 5,
+        k: int = default_of(Settings, "k"),
         *,
-        neighbours: int = 0,
-        order: Literal["score", "document"] = "score",
+        neighbours: int = default_of(Settings, "neighbours"),
+        order: Literal["score", "document"] = default_of(Settings, "order"),
         is_allowed: Callable[[Chunk], bool] | None = None,
     ) -> list[SearchHit]:
         """Return the `k` chunks nearest to `query`, a question or a vector [dim]; fewer if the index has fewer.

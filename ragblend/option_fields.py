@@ -101,6 +101,11 @@ def copy_option(options: type, name: str) -> Any:
     return field(default=each.default, metadata=each.metadata)
 
 
+def default_of(options: type, name: str) -> Any:
+    """Return the default of another dataclass's field, for a parameter or a pydantic field that sets the same option."""
+    return options.__dataclass_fields__[name].default  # type: ignore[attr-defined]
+
+
 class _Dataclass(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 

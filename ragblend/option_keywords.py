@@ -51,7 +51,7 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
     max_num_seqs: int | None
     vllm_options: Mapping[str, Any] | None
     api_key: str | None
-    timeout: float | None
+    read_timeout_s: float | None
     max_retries: int | None
 
 

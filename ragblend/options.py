@@ -1,7 +1,8 @@
 """Options that are set in more than one place, each defined once: type, default, validation and help.
 
 `TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request.
-Settings, command line, engines, the frameworks' models and vLLM's connector copy their fields. `option_keywords` is
+`config.Settings` declares those that only commands have. Settings, command line, engines, the frameworks' models and
+vLLM's connector take defaults, limits and help from here by `copy_option` and `default_of`. `option_keywords` is
 generated from these classes, for type checkers. Depends on values only.
 """
 
@@ -49,6 +50,10 @@ TOOLS = Validator(
 )
 SECONDS = Validator(
     lambda value: is_number(value) and 0 <= value < math.inf, "a number of seconds, 0 or more, or leave it out"
+)
+BACKEND = Validator(
+    lambda value: value in ("transformers", "vllm") or (isinstance(value, str) and is_server_url(value)),
+    "transformers, vllm or a server's http://HOST:PORT",
 )
 RETRIES = int_at_least(0, "none")
 SEED = int_between(-(2**63), 2**63 - 1)  # the range of PyTorch and vLLM
@@ -198,8 +203,14 @@ class LoadOptions(TierOptions):
     """Arguments of `load_engine`, which explains them. Model, store, backend and ModelOptions are not among them."""
 
     system: str | None = option(None, "System text before all chunks. Default: the store's.")
-    namespace: str = option("", "Tenant whose KV is used. Tenants share no KV. Give each tenant a separate store.")
-    on_miss: str = "store"
+    namespace: str = option(
+        "", "Tenant whose KV is used. Tenants share no KV. Give each tenant a separate store.", TEXT
+    )
+    on_miss: str = option(
+        "store",
+        "Missing chunks of a prompt: store (precompute them in the background) or inline (in the prompt only).",
+        one_of("store", "inline"),
+    )
     shadow: float = option(
         0.0, "Share of requests, 0 to 1, that are compared with full prefill after the answer.", SHADOW
     )
@@ -212,8 +223,8 @@ class LoadOptions(TierOptions):
     max_num_seqs: int | None = None
     vllm_options: Mapping[str, Any] | None = None
     api_key: str | None = None
-    timeout: float | None = None
-    max_retries: int | None = None
+    read_timeout_s: float | None = option(None, "Longest wait for bytes of a server's answer, in seconds.", SECONDS)
+    max_retries: int | None = option(None, "Retries of a request to a server.", RETRIES)
 
 
 @reject_unknown_names
@@ -237,7 +248,7 @@ class GenerationOptions:
     mode: Mode = option("blend", "blend, full, prefix or reuse.", one_of("blend", "full", "prefix", "reuse"))
     rule: str = option("auto", "Rule that selects the tokens to recompute: auto, ask, cacheblend, ...", TEXT)
     recompute_ratio: RatioChoice = option(
-        None, "Share of chunk tokens to recompute, 0 to 1; auto: as calibrated.", RATIO
+        None, "Share of chunk tokens to recompute, 0 to 1; auto: as calibrated.", RATIO, flag="--ratio"
     )
     refine_ratio: float = option(
         0.0,

@@ -154,7 +154,7 @@ def test_a_piece_the_splitter_rewrote_is_marked_not_verbatim():
 
 
 def test_our_own_split_is_a_splitter_and_a_stranger_is_refused():
-    ours = adapt_splitter(partial(split, count_tokens=count_words, max_tokens=2))
+    ours = adapt_splitter(partial(split, count_tokens=count_words, chunk_size=2))
     assert [chunk.text for chunk in ours(Document("a b c"))] == ["a b", "c"]
     with pytest.raises(UsageError, match="int is no splitter"):
         adapt_splitter(7)

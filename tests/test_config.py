@@ -50,9 +50,9 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path, monkeypatch):
 
 
 def test_a_flag_that_is_none_is_unset_but_zero_and_false_are_values(tmp_path):
-    write_own("k = 4\nneighbours = 2\ntrust_remote_code = true\nratio = 0.4\n")
-    settings = load_settings({"k": None, "neighbours": 0, "trust_remote_code": False, "ratio": 0.0}, tmp_path)
-    assert (settings.k, settings.neighbours, settings.trust_remote_code, settings.ratio) == (4, 0, False, 0.0)
+    write_own("k = 4\nneighbours = 2\ntrust_remote_code = true\nrecompute_ratio = 0.4\n")
+    settings = load_settings({"k": None, "neighbours": 0, "trust_remote_code": False, "recompute_ratio": 0.0}, tmp_path)
+    assert (settings.k, settings.neighbours, settings.trust_remote_code, settings.recompute_ratio) == (4, 0, False, 0.0)
 
 
 def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path, monkeypatch):
@@ -65,7 +65,7 @@ def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path, monkeyp
     [
         *(("trust_remote_code", text, True) for text in ("1", "true", "YES")),
         *(("trust_remote_code", text, False) for text in ("0", "False", "no")),
-        *(("ratio", "0.25", 0.25), ("ratio", "auto", "auto"), ("memory_gib", "3", 3.0)),
+        *(("recompute_ratio", "0.25", 0.25), ("recompute_ratio", "auto", "auto"), ("memory_gib", "3", 3.0)),
     ],
 )
 def test_values_of_every_type_are_read_from_the_environment(name, text, expected, monkeypatch, tmp_path):
@@ -76,14 +76,20 @@ def test_values_of_every_type_are_read_from_the_environment(name, text, expected
 
 def test_settings_of_answers_reach_each_answer_under_the_names_of_its_options():
     settings = {"mode": "blend", "rule": "ask", "refine_ratio": 0.3, "max_tokens": 5, "temperature": 0.5}
-    found = Settings(ratio=0.1, **settings).generation
+    found = Settings(recompute_ratio=0.1, **settings).generation
     assert {name: found[name] for name in settings} == settings
     assert found["recompute_ratio"] == 0.1
 
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("K", "six"), ("RATIO", "half"), ("TRUST_REMOTE_CODE", "perhaps"), ("MEMORY_GIB", ""), ("CHUNK_SIZE", "1.5")],
+    [
+        ("K", "six"),
+        ("RECOMPUTE_RATIO", "half"),
+        ("TRUST_REMOTE_CODE", "perhaps"),
+        ("MEMORY_GIB", ""),
+        ("CHUNK_SIZE", "1.5"),
+    ],
 )
 def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(variable, value, monkeypatch, tmp_path):
     monkeypatch.setenv(f"RAGBLEND_{variable}", value)
@@ -92,7 +98,8 @@ def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(variable
 
 
 @pytest.mark.parametrize(
-    "line", ['k = "six"', "k = 2.5", "k = true", "k = [1]", "ratio = {a = 1}", 'trust_remote_code = "perhaps"']
+    "line",
+    ['k = "six"', "k = 2.5", "k = true", "k = [1]", "recompute_ratio = {a = 1}", 'trust_remote_code = "perhaps"'],
 )
 def test_a_value_of_the_wrong_type_in_the_file_is_refused_with_its_path(line, tmp_path):
     with pytest.raises(UsageError, match=rf"ragblend\.toml sets {line.split()[0]} to"):
@@ -107,10 +114,10 @@ def test_an_unknown_key_in_the_file_is_named_with_the_known_ones(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"ratio": 1.5}, "ratio is 1.5"),
-        ({"ratio": -0.1}, "ratio is -0.1"),
-        ({"ratio": float("nan")}, "ratio is nan"),
-        ({"ratio": "all"}, "ratio is 'all'.*or 'auto'"),
+        ({"recompute_ratio": 1.5}, "recompute_ratio is 1.5"),
+        ({"recompute_ratio": -0.1}, "recompute_ratio is -0.1"),
+        ({"recompute_ratio": float("nan")}, "recompute_ratio is nan"),
+        ({"recompute_ratio": "all"}, "recompute_ratio is 'all'.*or 'auto'"),
         ({"chunk_size": 0}, "chunk_size is 0"),
         ({"k": 0}, "k is 0"),
         ({"max_tokens": -1}, "max_tokens is -1"),
@@ -136,7 +143,7 @@ def test_a_value_outside_its_range_is_named_with_the_choices(values, message, tm
 @pytest.mark.parametrize(
     "values",
     [
-        *({"ratio": 0.0}, {"ratio": 1.0}, {"memory_gib": 0.0}, {"k": 1}, {"mode": "reuse"}),
+        *({"recompute_ratio": 0.0}, {"recompute_ratio": 1.0}, {"memory_gib": 0.0}, {"k": 1}, {"mode": "reuse"}),
         *({"disk_gib": 0.0}, {"disk_gib": "auto"}),
     ],
 )

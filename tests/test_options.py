@@ -1,7 +1,11 @@
 """Options are checked when they are made, and a type checker has the same names."""
 
+import ast
 from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
@@ -12,7 +16,6 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import UsageError
 from ragblend.frameworks.call_options import CallOptions
-from ragblend.frameworks.model import BlendModel
 from ragblend.option_keywords import GenerationKeywords, LoadKeywords, TierKeywords
 from ragblend.options import GenerationOptions, LoadOptions, ModelOptions, TierOptions
 from tools import option_keywords
@@ -133,24 +136,112 @@ def test_type_checkers_have_every_argument_of_load_engine():
     assert set(get_type_hints(LoadKeywords)) == known
 
 
-def declaring_classes() -> dict[str, list[str]]:
-    """The classes that declare an option of each name. A field made by `copy_option` is no declaration."""
-    specs, found = [], defaultdict[str, list[str]](list)
-    for each in (TierOptions, ModelOptions, LoadOptions, GenerationOptions, CallOptions, Settings, ConnectorConfig,
-                 BlendParams, BlendModel):  # fmt: skip
-        for name in set(each.__annotations__) - {"model_config", "_overflow_error"}:
-            field = getattr(each, "__dataclass_fields__", {}).get(name)
-            spec = None if field is None else field.metadata.get("option")
-            if spec is None or not any(spec is other for other in specs):
-                specs.append(spec)
-                found[name].append(each.__name__)
-    return found
+PACKAGE = Path(__file__).parents[1] / "ragblend"
+DECLARING = (TierOptions, ModelOptions, LoadOptions, CallOptions, GenerationOptions, Settings, ConnectorConfig)
+"""The classes whose fields are the options of the package."""
+OTHER_MEANINGS = {
+    "BlendParams.mode": "a request to the server may also be an ingestion",
+    "DocumentInput.chunk_size": "limits of an HTTP body, for its schema",
+    "QaCase.order": "test data say in which order their chunks come",
+    "analyze.model": "a forecast without a model estimates tokens from characters",
+    "hardware_card.device": "a device to describe, not to compute on",
+    "machine_facts.device": "a device to describe, not to compute on",
+    **dict.fromkeys(("plan.rule", "plan.recompute_ratio", "analyze.recompute_ratio"), "what a forecast assumes"),
+    "read_model_sizes.device": "a device to describe, not to compute on",
+    "serve.api_key": "the key that the server demands, not one that it sends",
+    "serve.keys": "the flag of the file, whose path the connector is passed",
+    "ModelSizes.dtype": "a dtype that was read, not one that was chosen",
+    **dict.fromkeys(("open_index.chunk_size", "StoreDefaults.model"), "a value that was read, not one that was chosen"),
+    **{
+        f"{name}.k": "the signature of LangChain's VectorStore"
+        for name in (
+            "similarity_search_with_score",
+            "similarity_search_with_score_by_vector",
+            "similarity_search",
+            "similarity_search_by_vector",
+            "max_marginal_relevance_search",
+            "max_marginal_relevance_search_by_vector",
+        )
+    },
+}
+"""Fields and parameters that have an option's name and another meaning, with the reason."""
+BENCHES = PACKAGE / "lab" / "bench"
+"""Studies, whose configurations are fixed so that their figures can be compared. They declare their own flags."""
 
 
-def test_only_pydantic_and_the_request_declare_an_option_again():
-    """pydantic has its own fields, and a request's parameters their own checks. Two names mean something else."""
-    others = {name: {*classes[1:]} - {"BlendModel", "BlendParams"} for name, classes in declaring_classes().items()}
-    assert {name: classes for name, classes in others.items() if classes} == {
-        "store": {"ConnectorConfig"},
-        "timeout": {"CallOptions"},
-    }
+def states_a_value(node: ast.expr | None) -> bool:
+    """Return True for a default that is neither unset (None, False, 0, "", "none", empty) nor taken from elsewhere."""
+    if isinstance(node, ast.Constant):
+        return node.value not in (None, False, 0, "", "none", ...)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "Field":
+        return any(each.arg in ("description", "ge", "gt", "le", "lt", "max_length") for each in node.keywords)
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func) in ("option", "typer.Option", "Option")
+    return isinstance(node, ast.List | ast.Dict | ast.Set) or (isinstance(node, ast.Tuple) and bool(node.elts))
+
+
+def declared_in(path: Path, names: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield (option, "Class.field" or "function.parameter") for each that gives an option a default, help or limits."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        fields_and_defaults: list[tuple[str, ast.expr | None, ast.expr | None]] = []
+        if isinstance(node, ast.ClassDef):
+            fields_and_defaults = [
+                (each.target.id, each.annotation, each.value)
+                for each in node.body
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+            ]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args]
+            defaults = [None] * (len(arguments) - len(node.args.defaults)) + node.args.defaults
+            pairs = [*zip(arguments, defaults, strict=True)]
+            pairs += zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+            fields_and_defaults = [(each.arg, each.annotation, default) for each, default in pairs]
+        declares_all = isinstance(node, ast.ClassDef) and node.name in {each.__name__ for each in DECLARING}
+        for name, annotation, default in fields_and_defaults:
+            hint = ast.unparse(annotation) if annotation is not None else ""
+            is_copy = isinstance(default, ast.Call) and ast.unparse(default.func) in ("copy_option", "default_of")
+            has_help = "Option(" in hint or "Field(" in hint
+            if name in names and not is_copy and (declares_all or has_help or states_a_value(default)):
+                yield name, f"{node.name}.{name}"
+
+
+def test_each_option_is_declared_once():
+    """`ratio` is the name of `recompute_ratio` in the connector's JSON."""
+    names = {field.name for options in DECLARING for field in fields(options)} - {"ratio"}
+    declarations = defaultdict[str, list[str]](list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name, place in declared_in(path, names):
+            if place not in OTHER_MEANINGS and not path.is_relative_to(BENCHES):
+                declarations[name].append(place)
+    assert {name: places for name, places in declarations.items() if len(places) != 1} == {}
+    assert declarations.keys() == names
+
+
+def test_a_second_declaration_of_an_option_is_found(tmp_path):
+    path = tmp_path / "second.py"
+    path.write_text(
+        "class Second:\n"
+        "    k: int = 6\n"
+        "    rule: str = copy_option(GenerationOptions, 'rule')\n"
+        "    seed: int | None = None\n"
+        "    n: int | None = Field(None, ge=1)\n"
+        "def run(memory_gib: float = 2.0, order: str = default_of(A, 'order'), *, temperature=option(0, '')): ...\n"
+        "def flag(max_tokens: Annotated[int, typer.Option('--max-tokens')] = None): ...\n"
+    )
+    names = {"k", "rule", "seed", "n", "memory_gib", "order", "temperature", "max_tokens"}
+    assert [place for _, place in declared_in(path, names)] == [
+        "Second.k",
+        "Second.n",
+        "run.memory_gib",
+        "run.temperature",
+        "flag.max_tokens",
+    ]
+
+
+def test_a_copied_option_has_the_declared_type():
+    declared = {name: kind for options in DECLARING for name, kind in get_type_hints(options).items()}
+    declared |= get_type_hints(GenerationOptions)
+    for copies in (Settings, ConnectorConfig, BlendParams):
+        for name, kind in get_type_hints(copies).items():
+            if name in declared and f"{copies.__name__}.{name}" not in OTHER_MEANINGS:
+                assert kind == declared[name], (copies, name)

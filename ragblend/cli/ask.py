@@ -24,7 +24,7 @@ ENGINE_SETTINGS = "model backend store remote"
 _UNFLAGGED = "device dtype embedder namespace neighbours order refine_ratio shadow temperature trust_remote_code"
 
 
-@with_settings(f"{ENGINE_SETTINGS} mode rule ratio k max_tokens system", unflagged=_UNFLAGGED)
+@with_settings(f"{ENGINE_SETTINGS} mode rule recompute_ratio k max_tokens system", unflagged=_UNFLAGGED)
 def ask(
     settings: Settings,
     question: Annotated[str, typer.Argument(help="Question to answer from the ingested documents.")],
@@ -72,7 +72,7 @@ def ask(
 
 @with_settings(
     f"{ENGINE_SETTINGS} k max_tokens system",
-    unflagged=f"{_UNFLAGGED} mode ratio rule",
+    unflagged=f"{_UNFLAGGED} mode recompute_ratio rule",
     demo="Chat about the demo's documents. Needs no other setting.",
 )
 def chat(

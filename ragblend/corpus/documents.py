@@ -21,6 +21,7 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple
 
+from ragblend.config import Settings
 from ragblend.corpus.folder_scan import make_source, printable
 from ragblend.corpus.readers.encodings import new_file_hash, unify_line_breaks
 from ragblend.corpus.readers.formats import (
@@ -35,8 +36,9 @@ from ragblend.corpus.readers.rejected import not_a_document_reason
 from ragblend.corpus.readers.text import read_text
 from ragblend.corpus.readers.types import Mark, ParsedRecords, UnreadableRecord
 from ragblend.errors import NotADocumentError, UnreadableDocumentError
+from ragblend.option_fields import default_of
 
-MAX_FILE_MIB = 256.0
+MAX_FILE_MIB: float = default_of(Settings, "max_file_mib")
 """Default size limit of a file in MiB; 0: no limit."""
 
 _PEEK_BYTES = 8192  # read to detect pictures and other files without text

@@ -26,9 +26,9 @@ from ragblend.engine.shadow import Shadow
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.tuning.calibration import CalibrationCache
-from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError, UsageError
-from ragblend.option_fields import check_unicode
-from ragblend.options import CONTEXT, ContextPolicy
+from ragblend.errors import EngineClosedError, PromptTooLongError, RagblendError
+from ragblend.option_fields import check_unicode, default_of
+from ragblend.options import CONTEXT, ContextPolicy, LoadOptions
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
 
@@ -71,13 +71,12 @@ class EngineBase:
         fingerprint: str,
         system: str | None = None,
         namespace: str = "",
-        on_miss: str = "store",
+        on_miss: str = default_of(LoadOptions, "on_miss"),
         shadow: float = 0.0,
         flags: str = "",
         worker: Executor | None = None,
     ) -> None:
-        if on_miss not in ("store", "inline"):
-            raise UsageError(f"on_miss is {on_miss!r}; choose 'store' or 'inline'")
+        LoadOptions(on_miss=on_miss)  # raises UsageError for an invalid value
         check_unicode(system or "", "the system text")
         check_unicode(namespace, "the namespace")
         self._process = os.getpid()
@@ -178,7 +177,7 @@ class LocalEngine(EngineBase, ABC):
         renderer: Renderer,
         store: KVStore,
         *,
-        on_miss: str = "store",
+        on_miss: str = default_of(LoadOptions, "on_miss"),
         context: ContextPolicy | None = None,
         num_layers: int = 0,
         **options: Any,

@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from ragblend.config import Settings
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import open_store
 from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
+from ragblend.option_fields import default_of
 from ragblend.option_keywords import LoadKeywords
-from ragblend.options import MODEL_NAMES, TIER_NAMES, LoadOptions, ModelOptions, TierOptions, is_server_url
+from ragblend.options import BACKEND, MODEL_NAMES, TIER_NAMES, LoadOptions, ModelOptions, TierOptions, is_server_url
 from ragblend.redaction import has_secret, redact_url
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ def load_engine(
     model: str | Path | tuple[Any, Any] | None = None,
     store: str | Path | KVStore | None = None,
     *,
-    backend: Literal["transformers"] = "transformers",
+    backend: Literal["transformers"] = ...,
     **options: Unpack[LoadKeywords],
 ) -> TransformersEngine: ...
 
@@ -50,7 +52,7 @@ def load_engine(
     model: str | Path | tuple[Any, Any] | None = None,
     store: str | Path | KVStore | None = None,
     *,
-    backend: str = "transformers",
+    backend: str = default_of(Settings, "backend"),
     **options: Unpack[LoadKeywords],
 ) -> Engine:
     """Return an engine: a model with its store, ready to precompute and answer.
@@ -63,8 +65,8 @@ def load_engine(
     `backend`: "transformers"; "vllm", with `vllm_options` for vLLM's engine arguments; or "http://HOST:PORT", a server
     that `ragblend serve` started. Over HTTP the server holds the KV, renders and tokenizes. Options that load the model
     or configure a tier are then set where the server starts, and raise UsageError here. Options that locate the
-    tokenizer are allowed, because splitting documents needs it. `api_key`, `timeout` (seconds) and `max_retries` are
-    for HTTP.
+    tokenizer are allowed, because splitting documents needs it. `api_key`, `read_timeout_s` and `max_retries` are for
+    HTTP.
 
     `options` are LoadOptions. ModelOptions load the model: dtype or torch_dtype, device or device_map,
     attn_implementation, revision, cache_dir, local_files_only, trust_remote_code, adapter, model_kwargs. TierOptions
@@ -89,10 +91,7 @@ def load_engine(
         store = expand_user_path(store, "store")
     elif store is not None and not is_server_url(backend) and not isinstance(store, KVStore):
         raise UsageError(f"store is {store!r}; choose the path of a folder, a KVStore, or None for memory only")
-    if backend not in ("transformers", "vllm") and not is_server_url(backend):
-        raise UsageError(
-            f"backend is {redact_url(backend)!r}; choose 'transformers', 'vllm' or a server's http://HOST:PORT"
-        )
+    BACKEND.validate("backend", backend)
     if settings.max_num_seqs is not None and backend != "transformers":
         raise UsageError(
             f"max_num_seqs is for an engine that decodes in this process, not for backend={redact_url(backend)!r}; set "
@@ -317,7 +316,7 @@ def _load_client(
             f"store is a {type(store).__name__}, but with {redact_url(url)} the store is the server's; leave `store` "
             "out"
         )
-    http = {name: getattr(settings, name) for name in ("api_key", "timeout", "max_retries")}
+    http = {name: getattr(settings, name) for name in ("api_key", "read_timeout_s", "max_retries")}
     opened = Connection(url, **{name: value for name, value in http.items() if value is not None})
     try:
         facts = request_server_facts(opened, model or "")

@@ -29,7 +29,7 @@ ALSO_CALLED = {
 }
 """Field names of other libraries, each with the field's name here."""
 ENGINE_OPTIONS = {*MODEL_NAMES, *(each.name for each in fields(LoadOptions))} - {
-    *("dtype", "device", "system", "namespace", "timeout", "max_retries", "api_key")
+    *("dtype", "device", "system", "namespace", "max_retries", "api_key")
 }
 """Arguments of `load_engine` that are no fields and are passed in `engine_options`."""
 

@@ -29,6 +29,7 @@ from pydantic import (
     model_validator,
 )
 
+from ragblend.config import Settings
 from ragblend.engine.api import BatchEngine
 from ragblend.engine.report import Generation
 from ragblend.errors import PromptTooLongError, UsageError
@@ -45,10 +46,10 @@ from ragblend.frameworks.call_options import (
 )
 from ragblend.frameworks.engines import absolute_store, close_at_exit, share_engine
 from ragblend.frameworks.strict import ChunkNotReusedError, check_chunks
-from ragblend.option_fields import nearest_name_hint, replace_aliases
+from ragblend.option_fields import default_of, nearest_name_hint, replace_aliases
 from ragblend.options import (
     RETRIES,
-    GenerationOptions,
+    LoadOptions,
     Mode,
     ModelOptions,
     RatioChoice,
@@ -105,17 +106,17 @@ class BlendModel(BaseModel):
 
     model: Any = None  # a name or a path; a loaded (model, tokenizer) is replaced by its name
     store: Any = None
-    backend: str = "transformers"  # or "vllm", or a server's "http://HOST:PORT"
-    dtype: Any = "auto"
-    device: Any = "auto"
+    backend: str = default_of(Settings, "backend")  # "transformers", "vllm", or a server's "http://HOST:PORT"
+    dtype: Any = default_of(ModelOptions, "dtype")
+    device: Any = default_of(ModelOptions, "device")
     system: str | None = None  # system text after which chunks are precomputed, added to prompts without one
-    namespace: str = ""
+    namespace: str = default_of(LoadOptions, "namespace")
     # Options of a call. CallOptions validates them, so that a model and a call accept the same values.
-    mode: SkipValidation[Mode] = "blend"
-    rule: SkipValidation[str] = "auto"
+    mode: SkipValidation[Mode] = default_of(CallOptions, "mode")
+    rule: SkipValidation[str] = default_of(CallOptions, "rule")
     recompute_ratio: SkipValidation[RatioChoice] = None  # "auto" and None: the calibrated ratio, else the default
-    max_tokens: SkipValidation[int | None] = GenerationOptions().max_tokens
-    temperature: SkipValidation[float | None] = 0.0
+    max_tokens: SkipValidation[int | None] = default_of(CallOptions, "max_tokens")
+    temperature: SkipValidation[float | None] = default_of(CallOptions, "temperature")
     top_p: SkipValidation[float | None] = None
     top_k: SkipValidation[int | None] = None
     seed: SkipValidation[int | None] = None
@@ -126,7 +127,7 @@ class BlendModel(BaseModel):
     top_logprobs: SkipValidation[int | None] = None
     n: SkipValidation[int | None] = None  # number of answers to one prompt, in LangChain
     timeout: SkipValidation[float | None] = None  # seconds for a whole answer
-    strict: SkipValidation[bool] = False
+    strict: SkipValidation[bool] = default_of(CallOptions, "strict")
     call_options: dict[str, Any] | None = None
     max_retries: SkipValidation[int | None] = None  # retries of requests to a server
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)  # a server's key; not stored here

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ragblend.chunker import Splitter, get_splitter_version, split
+from ragblend.chunker import DEFAULT_CHUNK_SIZE, Splitter, get_splitter_version, split
 from ragblend.engine.api import DocumentEngine, Engine
 from ragblend.errors import StoreMismatchError, UsageError
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.sync import ChunkerConfig
-
-DEFAULT_CHUNK_TOKENS = 512
-"""Default chunk size of a new index, in tokens."""
 
 
 def open_engine_index(
@@ -35,7 +32,7 @@ def open_engine_index(
         create=create,
         tokenizer=engine.name,
         tokenizer_fingerprint=engine.renderer.fingerprint,
-        chunk_size=chunk_size or DEFAULT_CHUNK_TOKENS,
+        chunk_size=chunk_size or DEFAULT_CHUNK_SIZE,
     )
     made_for = index.manifest
     if made_for.tokenizer_fingerprint not in ("", engine.renderer.fingerprint):
@@ -66,7 +63,7 @@ def resolve_chunker(
     made = index.manifest
     if not made.num_documents:
         index.write_metadata(namespace=engine.namespace)
-    size = validate_chunk_size(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_TOKENS)
+    size = validate_chunk_size(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_SIZE)
     name = get_splitter_version(splitter) if splitter is not None else ""
     if (size, name) != (made.chunk_size, made.splitter):
         if made.num_documents and (made.chunk_size or made.splitter) and (name or f"{size} tokens") != made.chunker:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ragblend.config import Settings
 from ragblend.engine.api import Engine
 from ragblend.engine.fusion.plan import first_token_kl
 from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, default_check_layer, find_rule, validate_ratio
@@ -37,6 +38,7 @@ from ragblend.errors import UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.intervals import wilson_interval
+from ragblend.option_fields import default_of
 from ragblend.prompt.types import Chunk, Prompt
 
 RULES = ("auto", NO_PROBE_RULE)  # the default rules to measure
@@ -87,9 +89,9 @@ def calibrate(
     index: ChunkIndex,
     questions: Sequence[str],
     *,
-    k: int = 6,
-    neighbours: int = 0,
-    order: Any = "score",
+    k: int = default_of(Settings, "k"),
+    neighbours: int = default_of(Settings, "neighbours"),
+    order: Any = default_of(Settings, "order"),
     target: float = TARGET,
     num_questions: int = NUM_QUESTIONS,
     num_held_out: int = 0,

@@ -17,6 +17,8 @@ from ragblend.engine.fusion.rules import CHECK_LAYER, PROBE_DEPTHS, SelectionRul
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import UsageError
 from ragblend.lab.model_sizes import ModelSizes
+from ragblend.option_fields import default_of
+from ragblend.options import TierOptions
 
 PROBED_SHARE = PROBE_DEPTHS[1]  # share of the layers that the question runs through before tokens are selected
 ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
@@ -190,7 +192,12 @@ def blend_s(
 
 
 def predict_profiles(
-    model: ModelSizes, device: Hardware, rule: SelectionRule, question: int, ratio: float, kv_dtype: str = "auto"
+    model: ModelSizes,
+    device: Hardware,
+    rule: SelectionRule,
+    question: int,
+    ratio: float,
+    kv_dtype: str = default_of(TierOptions, "kv_dtype"),
 ) -> Callable[[int], MachineProfile]:
     """Return a function from a prompt's tokens to the profile that is predicted for it, see `predict_profile`."""
     return lambda tokens: predict_profile(model, device, rule, tokens, question, ratio, kv_dtype)
@@ -203,7 +210,7 @@ def predict_profile(
     tokens: int,
     question: int,
     ratio: float,
-    kv_dtype: str = "auto",
+    kv_dtype: str = default_of(TierOptions, "kv_dtype"),
 ) -> MachineProfile:
     """Return what `ragblend profile` may measure with this model and device, for prompts of `tokens` tokens.
 

@@ -9,7 +9,8 @@ from typing import Any
 from ragblend.engine.store.format.quantize import CODE_DTYPES
 from ragblend.errors import NotFoundError
 from ragblend.files.places import expand_user_path
-from ragblend.options import ModelOptions
+from ragblend.option_fields import default_of
+from ragblend.options import ModelOptions, TierOptions
 
 KV_DTYPES = ("auto", *CODE_DTYPES)
 
@@ -41,7 +42,7 @@ class ModelSizes:
         """Return the operations of attention for a number of query-key pairs: scores, and the sum of values."""
         return 4.0 * self.attention_width * pairs
 
-    def stored_bytes_per_token(self, kv_dtype: str = "auto") -> int:
+    def stored_bytes_per_token(self, kv_dtype: str = default_of(TierOptions, "kv_dtype")) -> int:
         """Return the bytes that a token of a long chunk has in a store with this `kv_dtype`, in all layers."""
         # As KVSpec.bytes_per_token, from sums over the layers.
         return self.kv_numbers * self.itemsize if kv_dtype == "auto" else self.kv_numbers + 4 * self.kv_heads

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.store.format.sizes import parse_bytes
 from ragblend.engine.tuning.loading_controller import (
     MachineProfile,
@@ -25,6 +26,8 @@ from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.lab.hardware import READ_BYTES_PER_S, Hardware
 from ragblend.lab.model_sizes import KV_DTYPES, ModelSizes
+from ragblend.option_fields import default_of
+from ragblend.options import TierOptions
 
 GB = 10**9  # the unit in which devices are sold
 
@@ -60,7 +63,7 @@ class PromptSpec:
     num_chunks: int = 6
     chunk_tokens: int = 512
     question_tokens: int = 32
-    ratio: float = 0.15
+    ratio: float = DEFAULT_RATIO
     usd_per_hour: float | None = None  # price of the machine that prefills
     probes_before_selection: bool = False  # the rule's query probe needs most layers, so little loading is hidden
 
@@ -287,7 +290,7 @@ def describe_store(
     sizes: ModelSizes | None,
     measured: MachineProfile | None,
     hardware: Hardware | None,
-    kv_dtype: str = "auto",
+    kv_dtype: str = default_of(TierOptions, "kv_dtype"),
     corpus: str | None = None,
     memory: str | None = None,
 ) -> dict[str, Any]:

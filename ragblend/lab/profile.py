@@ -39,6 +39,7 @@ from ragblend.engine.vllm.params import BlendParams
 from ragblend.errors import BackendUnreachableError, RagblendError, UsageError
 from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.engines import with_own_store
+from ragblend.option_fields import copy_option
 from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.types import ChunkRun, MatchedPrompt
 
@@ -59,7 +60,7 @@ class ProfileConfig:
     chunk_tokens: int = 512
     repeats: int = 3
     ratios: tuple[float, ...] = RATIOS
-    rule: str = "auto"
+    rule: str = copy_option(GenerationOptions, "rule")
 
     def __post_init__(self) -> None:
         for name in ("num_chunks", "chunk_tokens", "repeats"):

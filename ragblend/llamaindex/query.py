@@ -44,12 +44,14 @@ from llama_index.core.types import RESPONSE_TEXT_TYPE
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters
 from pydantic import Field
 
+from ragblend.config import Settings
 from ragblend.errors import UsageError
 from ragblend.frameworks.aio import run_in_thread
 from ragblend.index import ChunkIndex, SearchHit, open_index
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.ingestion.identity import as_chunk, identify
 from ragblend.llamaindex.llm import BlendLLM
+from ragblend.option_fields import default_of
 from ragblend.precompute import precompute_documents
 
 # --- answering from nodes ---------------------------------------------------------------------------------------------
@@ -178,7 +180,7 @@ class BlendQueryEngine(RetrieverQueryEngine):
         index: BaseIndex[Any] | ChunkIndex | str | Path,
         llm: BlendLLM,
         *,
-        similarity_top_k: int = 5,
+        similarity_top_k: int = default_of(Settings, "k"),
         neighbours: int | None = None,
         order: Literal["score", "document"] | None = None,
         node_postprocessors: list[BaseNodePostprocessor] | None = None,
@@ -235,9 +237,9 @@ class BlendIndexRetriever(BaseRetriever):
         self,
         index: ChunkIndex | str | Path,
         *,
-        similarity_top_k: int = 5,
-        neighbours: int = 0,
-        order: Literal["score", "document"] = "score",
+        similarity_top_k: int = default_of(Settings, "k"),
+        neighbours: int = default_of(Settings, "neighbours"),
+        order: Literal["score", "document"] = default_of(Settings, "order"),
         callback_manager: CallbackManager | None = None,
     ) -> None:
         super().__init__(callback_manager=callback_manager)

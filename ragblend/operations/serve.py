@@ -97,7 +97,7 @@ def build_server_command(
         model=str(checkpoint.path),
         mode=settings.mode,
         rule=settings.rule,
-        ratio=settings.ratio,
+        recompute_ratio=settings.recompute_ratio,
         system=settings.system,
         context=settings.context,
         trust_remote_code=settings.trust_remote_code,

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ragblend.catalog.sent_documents import WaitingDocument
-from ragblend.chunker import split
+from ragblend.chunker import DEFAULT_CHUNK_SIZE, split
 from ragblend.corpus.documents import Document
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.engine_index import DEFAULT_CHUNK_TOKENS
 from ragblend.prompt.types import Chunk
 
 _QUESTION_TOKENS = 64  # least tokens of the context length that a chunk leaves free
@@ -23,7 +22,7 @@ def split_document(row: WaitingDocument, engine: Engine) -> list[Chunk]:
         chunks = [Chunk(text.strip(), row.id) for text in row.body["chunks"]]
     else:
         most = engine.context_length - _QUESTION_TOKENS
-        size = min(row.body.get("chunk_size") or DEFAULT_CHUNK_TOKENS, most)
+        size = min(row.body.get("chunk_size") or DEFAULT_CHUNK_SIZE, most)
         chunks = split(Document(row.body["text"], row.id), engine.renderer.count_tokens, size)
     return chunks or [Chunk("", row.id)]  # an empty document still replaces its earlier chunks
 

@@ -49,7 +49,7 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path, m
     assert value(command, "--dtype") == "float32"
     config = extra(command)
     assert config["store"] == str(tmp_path / "kv")  # vLLM's processes may have another working directory
-    assert ("mode" in config, config["prefix_ids"]) == (False, [1, 3])
+    assert (config["mode"], config["prefix_ids"]) == ("blend", [1, 3])
 
 
 def test_reused_tokens_are_counted_and_blocks_on_a_cpu_are_small_unless_flags_say_otherwise(tmp_path):
@@ -137,7 +137,8 @@ def test_a_store_of_another_model_is_named(tmp_path, caplog):
 def test_options_reach_the_connector_and_vllms_flags_reach_vllm(tmp_path):
     command = launch(
         "--max-model-len", "512", "--served-model-name", "mine",
-        store=str(tmp_path), mode="prefix", ratio=0.3, rule="random", system="Be brief.", host="0.0.0.0", port=9001,
+        store=str(tmp_path), mode="prefix", recompute_ratio=0.3, rule="random", system="Be brief.", host="0.0.0.0",
+        port=9001,
     ).command  # fmt: skip
     config = extra(command)
     assert (config["mode"], config["ratio"], config["rule"]) == ("prefix", 0.3, "random")
@@ -219,7 +220,7 @@ def test_tiers_reach_the_connector_and_a_remotes_password_reaches_no_command_lin
     ("flags", "options", "named"),
     [
         ((), {"model": "--max-model-len"}, "write the model first"),
-        ((), {"ratio": 1.5}, "1.5"),
+        ((), {"recompute_ratio": 1.5}, "1.5"),
         ((), {"rule": "best"}, "best"),
         ((), {"port": 0}, "port"),
         ((), {"remote": "cache:6379"}, "cache:6379"),
@@ -254,4 +255,4 @@ def test_the_command_line_splits_its_own_flags_from_vllms(tmp_path, monkeypatch,
     shown = capsys.readouterr().out
     assert shown.rstrip().endswith("--port 8001 --max-model-len 512 -tp 2 --enforce-eager")
     assert '"ratio":0.5' in shown
-    assert extra(launch(store=str(tmp_path), ratio="auto").command)["ratio"] == "auto"
+    assert extra(launch(store=str(tmp_path), recompute_ratio="auto").command)["ratio"] == "auto"

@@ -40,7 +40,7 @@ def analyze(
         str | None,
         typer.Option("--profile", metavar="FILE", help="Times of a machine, written by `ragblend profile --json`."),
     ] = None,
-    ratio: Annotated[
+    recompute_ratio: Annotated[
         float | None,
         typer.Option("--ratio", help="Share of the stored tokens that blending recomputes. Default: the rule's."),
     ] = None,
@@ -63,7 +63,7 @@ def analyze(
     from ragblend.lab.traffic.cost_model import blending_verdict, precompute_hint
 
     tokenizer = _choose_tokenizer(model, settings)
-    blend = _blend_options(settings, model, profile, ratio)
+    blend = _blend_options(settings, model, profile, recompute_ratio)
     with progress_bars() as progress:
         facts = run(logs, tokenizer, **blend, show_texts=show_texts, progress=progress)
     facts |= {

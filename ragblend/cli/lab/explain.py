@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @with_settings(
-    "model store rule ratio k max_tokens",
+    "model store rule recompute_ratio k max_tokens",
     demo="Ask about the demo's documents. Needs no other setting.",
 )
 def explain(

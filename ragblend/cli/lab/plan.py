@@ -17,6 +17,8 @@ from ragblend.config import Settings
 from ragblend.engine.store.format.sizes import format_bytes
 from ragblend.errors import UsageError
 from ragblend.lab.tables import Column, format_table
+from ragblend.option_fields import default_of
+from ragblend.options import GenerationOptions
 from ragblend.redaction import redact_url
 
 if TYPE_CHECKING:
@@ -98,12 +100,12 @@ def plan(
     ] = None,
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of each chunk.")] = 512,
-    ratio: Annotated[
+    recompute_ratio: Annotated[
         float | None, typer.Option("--ratio", help="Smallest recompute ratio with good answers. Default: the rule's.")
     ] = None,
     rule: Annotated[
         str, typer.Option("--rule", help="Selection rule. A rule with a query probe waits for most of the KV.")
-    ] = "auto",
+    ] = default_of(GenerationOptions, "rule"),
     usd_per_hour: Annotated[
         float | None,
         typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even."),
@@ -154,7 +156,7 @@ def plan(
     prompt = PromptSpec(
         chunks,
         chunk_tokens,
-        ratio=found.ratio if ratio is None else ratio,
+        ratio=found.ratio if recompute_ratio is None else recompute_ratio,
         usd_per_hour=usd_per_hour,
         probes_before_selection=found.probes_before_selection,
     )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @with_settings(
-    "model backend store rule ratio k max_tokens",
+    "model backend store rule recompute_ratio k max_tokens",
     demo="Open on the demo's documents, with example questions. Needs no other setting.",
 )
 def ui(

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from ragblend.engine.store.format.kv import ChunkKV, KVHeader, KVSpec
-from ragblend.options import ContextPolicy, KvDtype
+from ragblend.option_fields import default_of
+from ragblend.options import ContextPolicy, KvDtype, TierOptions
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ class KVStore(ABC):
     """True for a store of several tiers, one of which is remote."""
     catalog: str | None = None
     """The catalogue's URL. None: the URL in the user's settings, or else a file in the store's folder."""
-    kv_dtype: KvDtype = "auto"
+    kv_dtype: KvDtype = default_of(TierOptions, "kv_dtype")
     """How `put` stores KV: "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`)."""
 
     def __init__(self) -> None:

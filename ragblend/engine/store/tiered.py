@@ -35,6 +35,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
+from ragblend.option_fields import default_of
 from ragblend.options import KvDtype, TierOptions
 
 __all__ = ["MemoryStore", "TieredStore", "format_bytes", "parse_bytes"]
@@ -59,7 +60,9 @@ class TieredStore(KVStore):
     `delete_everywhere` also deletes from other stores with the same remote tier (see `tombstones`).
     """
 
-    def __init__(self, *tiers: KVStore, kv_dtype: KvDtype = "auto", catalog: str | None = None) -> None:
+    def __init__(
+        self, *tiers: KVStore, kv_dtype: KvDtype = default_of(TierOptions, "kv_dtype"), catalog: str | None = None
+    ) -> None:
         if not tiers:
             raise UsageError("a TieredStore without tiers stores nothing; give it at least one, such as DiskStore(DIR)")
         super().__init__()

@@ -44,8 +44,9 @@ from ragblend.errors import (
     RagblendError,
     UsageError,
 )
+from ragblend.option_fields import default_of
 from ragblend.option_keywords import GenerationKeywords
-from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationOptions, is_server_url
+from ragblend.options import CONTEXT, RETRIES, SECONDS, ContextPolicy, GenerationOptions, LoadOptions, is_server_url
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.tools import CallFormat, tool_use_as_text
 from ragblend.prompt.types import Message, Part, Prompt, as_chunk
@@ -97,13 +98,13 @@ class Connection:
         url: str,
         *,
         api_key: str | None = None,
-        timeout: float = READ_TIMEOUT_S,
+        read_timeout_s: float = READ_TIMEOUT_S,
         max_retries: int = MAX_RETRIES,
     ) -> None:
         if not _is_address(url):
             raise UsageError(f"backend is {redact_url(url)!r}; choose 'transformers', 'vllm' or http://HOST:PORT")
         RETRIES.validate("max_retries", max_retries)
-        SECONDS.validate("timeout", timeout)
+        SECONDS.validate("read_timeout_s", read_timeout_s)
         base_url = url.rstrip("/").removesuffix("/v1")
         self.url = redact_url(base_url)  # for messages
         key = api_key or os.environ.get(API_KEY_VARIABLE) or os.environ.get("VLLM_API_KEY")
@@ -114,7 +115,7 @@ class Connection:
         self._http = httpx.Client(
             base_url=base_url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(timeout, connect=CONNECT_TIMEOUT_S),
+            timeout=httpx.Timeout(read_timeout_s, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
         )
 
@@ -194,7 +195,7 @@ class Connection:
                 raise EngineClosedError(f"the engine over {self.url} was closed during an answer") from error
             if isinstance(error, httpx.TimeoutException):
                 reason = (
-                    f"{self.url} did not answer in time ({type(error).__name__}); see its log, or set timeout=SECONDS"
+                    f"{self.url} did not answer in time ({type(error).__name__}); see its log, or raise read_timeout_s"
                 )
             elif isinstance(error, httpx.ReadError | httpx.RemoteProtocolError):
                 reason = f"{self.url} ended the connection during an answer ({error}); look at its log and try again"
@@ -353,7 +354,7 @@ class VllmClient(EngineBase):
         load_renderer: Callable[[], Renderer],
         *,
         name: str,
-        on_miss: str = "store",
+        on_miss: str = default_of(LoadOptions, "on_miss"),
         context: ContextPolicy | None = None,
         **options: Any,
     ) -> None:

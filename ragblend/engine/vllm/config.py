@@ -18,7 +18,6 @@ from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.files.store_folder import DEFAULT_STORE
 from ragblend.option_fields import at_least, check_options, copy_option, option
 from ragblend.options import TIER_NAMES, ContextPolicy, GenerationOptions, Mode, RatioChoice, TierOptions
 from ragblend.redaction import hide_address, printable
@@ -32,7 +31,7 @@ class ConnectorConfig(TierOptions):
     them. Invalid values raise UsageError.
     """
 
-    store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access
+    store: str = copy_option(Settings, "store")  # a directory that all processes of this vLLM can access
     mode: Mode = copy_option(GenerationOptions, "mode")  # "prefix": requests without parameters are left to vLLM
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")

@@ -15,12 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.format.kv import KVSpec, dtype_name
 from ragblend.engine.transformers.adapters import is_adapter
 from ragblend.engine.transformers.checkpoints import AS_IT_IS, find_model, model_fingerprint
 from ragblend.engine.transformers.model import choose_dtype, find_device, load_tokenizer, model_name
 from ragblend.engine.transformers.positions import rope_parameters
+from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.support import (
     FAILING_ARCHITECTURES,
     FP8_CACHES,
@@ -32,7 +32,7 @@ from ragblend.engine.vllm.support import (
 )
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
+from ragblend.options import ContextPolicy, Mode, ModelOptions, RatioChoice
 from ragblend.prompt.render import Renderer
 
 CONNECTOR = "BlendConnector"
@@ -260,9 +260,9 @@ def transfer_config(
     tiers: Mapping[str, Any] | None = None,
     *,
     model: str,
-    mode: Mode = "blend",
+    mode: Mode | None = None,
     rule: str | None = None,
-    ratio: RatioChoice = None,
+    recompute_ratio: RatioChoice = None,
     system: str | None = None,
     context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
@@ -270,24 +270,20 @@ def transfer_config(
 ) -> dict[str, Any]:
     """Return vLLM's `--kv-transfer-config` for the connector over the store directory `store`.
 
-    `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and `ratio`
-    are the defaults of requests. `system`: the system prompt after which chunks were ingested. `context`: their context
-    policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware` requires from clients.
+    `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and
+    `recompute_ratio` are the defaults of requests. `system`: the system prompt after which chunks were ingested.
+    `context`: their context policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware`
+    requires from clients. Raises UsageError for an invalid value.
     """
     extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
     extra["prefix_ids"] = list(Renderer(tokenizer).prefix_ids(system, pins_date=True))
-    if mode != "blend":
-        extra["mode"] = GenerationOptions(mode).mode
     if keys is not None:
         # Not resolved: the server reads it again, and Kubernetes changes a secret by changing a link.
         extra["keys"] = str(expand_user_path(keys, "--api-keys-file").absolute())
-    if context is not None:
-        extra["context"] = CONTEXT.validate("context", context)
-    if rule is not None:
-        extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
-    if ratio is not None:
-        extra["ratio"] = GenerationOptions(recompute_ratio=ratio).recompute_ratio
+    chosen = {"mode": mode, "rule": rule, "ratio": recompute_ratio, "context": context}
+    extra |= {name: value for name, value in chosen.items() if value is not None}
+    ConnectorConfig.from_extra_config(extra)  # reports an invalid value here, not in one of vLLM's processes
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

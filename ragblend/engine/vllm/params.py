@@ -26,7 +26,7 @@ from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
 from ragblend.option_fields import check_options, copy_option
-from ragblend.options import MODES, GenerationOptions, Mode, RatioChoice
+from ragblend.options import MODES, GenerationOptions, LoadOptions, Mode, RatioChoice
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
@@ -46,10 +46,10 @@ class BlendParams:
     """Parameters of one request. Invalid values raise UsageError."""
 
     mode: VllmMode = "blend"
-    rule: str = "auto"
+    rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
-    namespace: str = ""
-    seed: int = 0  # for the rule "random"
+    namespace: str = copy_option(LoadOptions, "namespace")
+    seed: int | None = copy_option(GenerationOptions, "seed")  # for the rule "random"; None is 0
     span: tuple[int, int] | None = None  # for mode "ingest": token positions [start, end) of the chunk
     version: int = PARAMS_VERSION
 
@@ -61,11 +61,7 @@ class BlendParams:
             )
         if self.mode not in VLLM_MODES:
             raise UsageError(f"mode is {_short(self.mode)}; choose one of {', '.join(VLLM_MODES)}")
-        if not isinstance(self.rule, str) or not isinstance(self.namespace, str):
-            raise UsageError(f"rule {_short(self.rule)} and namespace {_short(self.namespace)} must be text")
         check_options(self)
-        if not _is_int(self.seed):
-            raise UsageError(f"seed is {_short(self.seed)}; it must be a whole number")
         if self.mode == "ingest":
             if not _is_span(self.span):
                 raise UsageError(f"span is {_short(self.span)}; mode 'ingest' needs [start, end) with 0 <= start < end")
@@ -90,7 +86,7 @@ class BlendParams:
             rule=options.rule,
             ratio=options.recompute_ratio,
             namespace=namespace,
-            seed=options.seed or 0,
+            seed=options.seed,
         )
 
     def as_dict(self) -> dict[str, Any]:

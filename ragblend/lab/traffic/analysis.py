@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.errors import EmptyCorpusError
 from ragblend.ingestion.report import Progress, ignore_progress
@@ -34,7 +35,7 @@ def analyze(
     paths: Sequence[str | Path],
     tokenizer: Tokenizer,
     *,
-    ratio: float = 0.15,
+    ratio: float = DEFAULT_RATIO,
     probes_first: bool = False,
     profile: MachineProfile | None = None,
     kv_bytes_per_token: int | None = None,

@@ -348,7 +348,7 @@ class BlendWorker:
             torch.tensor(ids, dtype=torch.int64, device=layers.device),
             placements,
             num_resident=turn.runs[0].start,
-            seed=params.seed,
+            seed=params.seed or 0,
             num_fused=turn.fused_end,
             sum_over_ranks=layers.sum_over_ranks if layers.num_ranks > 1 else None,
             question_start=question_start if question_start < len(ids) else None,
