@@ -102,7 +102,7 @@ def copy_option(options: type, name: str) -> Any:
 
 
 def default_of(options: type, name: str) -> Any:
-    """Return the default of another dataclass's field, for a parameter or a pydantic field that sets the same option."""
+    """Return the default of another dataclass's field, for a parameter or pydantic field that sets the same option."""
     return options.__dataclass_fields__[name].default  # type: ignore[attr-defined]
 
 
