@@ -149,7 +149,7 @@ def test_a_chain_without_a_question_is_an_error(given, chat, retriever):
 # --- conversations ----------------------------------------------------------------------------------------------------
 
 
-def test_history_is_sent_before_the_chunks_and_the_search_uses_the_rephrased_question(chat, retriever):
+def test_history_precedes_the_chunks_and_the_search_uses_the_rephrased_question(chat, retriever):
     asked: list[str] = []
 
     def retrieve(question: str) -> list[Document]:

@@ -49,7 +49,7 @@ def test_flags_beat_the_environment_which_beats_the_file(tmp_path, monkeypatch):
     assert settings.max_tokens == Settings().max_tokens
 
 
-def test_a_flag_that_is_none_is_unset_but_zero_and_false_are_values(tmp_path):
+def test_a_flag_of_none_is_unset_but_zero_and_false_are_values(tmp_path):
     write_own("k = 4\nneighbours = 2\ntrust_remote_code = true\nrecompute_ratio = 0.4\n")
     settings = load_settings({"k": None, "neighbours": 0, "trust_remote_code": False, "recompute_ratio": 0.0}, tmp_path)
     assert (settings.k, settings.neighbours, settings.trust_remote_code, settings.recompute_ratio) == (4, 0, False, 0.0)
@@ -101,7 +101,7 @@ def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(variable
     "line",
     ['k = "six"', "k = 2.5", "k = true", "k = [1]", "recompute_ratio = {a = 1}", 'trust_remote_code = "perhaps"'],
 )
-def test_a_value_of_the_wrong_type_in_the_file_is_refused_with_its_path(line, tmp_path):
+def test_a_value_of_the_wrong_type_is_rejected_with_its_files_path(line, tmp_path):
     with pytest.raises(UsageError, match=rf"ragblend\.toml sets {line.split()[0]} to"):
         load_settings(directory=write(tmp_path, line))
 
@@ -178,7 +178,7 @@ def test_the_floor_of_jinja2_is_what_transformers_demands_for_chat_templates():
         ('kv_dir = "/home/another/kv"', "kv_dir"),
     ],
 )
-def test_a_folders_file_does_not_run_code_or_reach_outside_and_a_warning_names_the_line(line, name, tmp_path, caplog):
+def test_a_folders_file_cannot_run_code_or_reach_outside(line, name, tmp_path, caplog):
     folder = tmp_path / "project"
     (folder / "inside").mkdir(parents=True)
     (folder / "link").symlink_to(tmp_path, target_is_directory=True)
@@ -189,7 +189,7 @@ def test_a_folders_file_does_not_run_code_or_reach_outside_and_a_warning_names_t
     assert f"RAGBLEND_{name.upper()}" in caplog.text
 
 
-def test_the_same_settings_count_from_the_users_own_file_the_environment_and_flags(tmp_path, monkeypatch, caplog):
+def test_the_users_file_the_environment_and_flags_accept_the_same_settings(tmp_path, monkeypatch, caplog):
     write(tmp_path, 'remote = "redis://evil"\ncatalog = "postgresql://evil/db"\ntrust_remote_code = true\nk = 2\n')
     write_own('remote = "redis://mine"\nk = 1\nstore = "/mnt/kv"\n')
     assert (load_settings(directory=tmp_path).remote, load_settings(directory=tmp_path).k) == ("redis://mine", 2)
@@ -201,7 +201,7 @@ def test_the_same_settings_count_from_the_users_own_file_the_environment_and_fla
     assert load_settings({"remote": "redis://flag"}, tmp_path).remote == "redis://flag"
 
 
-def test_a_folder_names_no_model_for_code_that_the_user_allowed_for_another(tmp_path, caplog):
+def test_a_folder_cannot_choose_the_model_whose_code_may_run(tmp_path, caplog):
     write(tmp_path, 'model = "./theirs"\n')
     assert load_settings(directory=tmp_path).model == "./theirs", "its weights run no code"
     assert load_settings({"trust_remote_code": True}, tmp_path).model is None
@@ -217,7 +217,7 @@ def test_a_folder_sets_no_budget_of_a_store_elsewhere(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "k = " + "[" * 100_000, "k = \n"], ids=["loop", "brackets", "no value"])
-def test_a_file_that_is_a_loop_or_no_toml_is_a_clear_error(text, tmp_path):
+def test_a_settings_file_that_is_a_loop_or_invalid_is_an_error(text, tmp_path):
     """tests/cli/test_files.py has folders, pipes and bytes that are no text."""
     path = tmp_path / "ragblend.toml"
     if text:

@@ -63,7 +63,7 @@ def test_the_library_names_no_flag_outside_of_a_command():
     assert not found
 
 
-def test_every_argument_in_a_message_of_the_library_has_a_flag_that_a_command_takes():
+def test_every_argument_named_in_a_message_has_a_flag():
     commands = [get_command(app)]
     for command in commands:
         commands += getattr(command, "commands", {}).values()

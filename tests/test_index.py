@@ -177,7 +177,7 @@ def test_a_filter_reaches_beyond_the_nearest_chunks_and_holds_for_neighbours(tmp
         assert index.search("Fact 1.", 5, is_allowed=lambda chunk: False) == []
 
 
-def test_an_embedder_of_the_same_name_that_returns_other_vectors_is_refused_before_anything_changes(folder):
+def test_an_embedder_with_changed_vectors_is_rejected_before_any_change(folder):
     class Retrained(HashingEmbedder):
         def embed(self, texts, /):
             return np.roll(super().embed(texts), 1, axis=1)
@@ -224,7 +224,7 @@ def test_an_index_of_another_schema_is_refused(folder):
         open_index(folder)
 
 
-def test_a_transaction_of_the_index_is_one_of_the_registry_of_a_store_in_its_folder(folder, tmp_path):
+def test_the_index_and_registry_of_a_folder_share_transactions(folder, tmp_path):
     with reopen(folder) as index:
         with index.registry_for(DiskStore(folder)) as registry:
 
@@ -373,7 +373,7 @@ def test_a_flipped_bit_anywhere_gives_the_right_answer_or_an_error(tmp_path_fact
 
 
 @pytest.mark.parametrize("crash_at", [0, 1])
-def test_a_save_that_never_began_or_was_killed_between_its_steps_loses_nothing(folder, monkeypatch, crash_at, caplog):
+def test_a_save_killed_between_its_steps_loses_nothing(folder, monkeypatch, crash_at, caplog):
     calls = 0
     rename = Path.replace
 
@@ -530,7 +530,7 @@ def test_embedders_are_found_by_name_without_loading_a_model(tmp_path):
         load_embedder(tmp_path / "no-such-model").embed(["x"])
 
 
-def test_loading_an_embedder_prints_no_warning_of_a_package_that_no_embedder_needs(monkeypatch, caplog):
+def test_loading_an_embedder_prints_no_warning_of_unneeded_packages(monkeypatch, caplog):
     """sentence-transformers imports peft, and peft bitsandbytes, which warns about kernels of 4-bit weights."""
 
     class Importing(types.ModuleType):
@@ -554,7 +554,7 @@ FILLER = (
 
 
 @needs_minilm
-def test_a_fact_at_the_end_of_a_chunk_twice_as_long_as_the_embedder_reads_is_found(tmp_path, caplog):
+def test_a_fact_beyond_the_embedders_length_is_found(tmp_path, caplog):
     """512 tokens, the default chunk size; the embedder reads 256 at once. Nothing warns of it."""
     facts = {
         "The observatory's telescope was built by Elena Marsh in 1911.": "Who made the telescope?",
@@ -575,7 +575,7 @@ def test_a_fact_at_the_end_of_a_chunk_twice_as_long_as_the_embedder_reads_is_fou
 @needs_minilm
 @settings(max_examples=40, deadline=None)
 @given(text=st.text(st.sampled_from("ab é日\n\t.-_"), max_size=4000))
-def test_windows_are_the_text_cut_and_none_is_longer_than_the_embedder_reads(text):
+def test_windows_partition_the_text_within_the_embedders_length(text):
     embedder = shared_minilm()
     windows = embedder._windows(text)
     assert "".join(window.text for window in windows) == text
@@ -592,7 +592,7 @@ def shared_minilm() -> MiniLMEmbedder:
 
 
 @needs_minilm
-def test_short_texts_are_embedded_as_the_model_does_and_all_rows_have_length_one():
+def test_short_texts_embed_as_the_model_does_with_length_one():
     embedder = shared_minilm()
     texts = ["short", "long " * 300, "", "word " * 254, "x" * 5000]
     vectors = embedder.embed(texts)
@@ -611,7 +611,7 @@ def test_text_that_is_no_unicode_is_refused_by_the_embedder():
             embed("half \ud83d emoji")
 
 
-def test_an_embedder_of_another_version_is_refused_and_the_error_says_what_to_do(tmp_path):
+def test_an_embedder_of_another_version_is_rejected_with_a_fix(tmp_path):
     class Windowed(HashingEmbedder):
         version = 2
 

@@ -81,7 +81,7 @@ def demo_renderer() -> Renderer:
     ("max_tokens", "num_chunks", "digest"),
     [(48, 277, "d41209dfe4f21a10585d42896a185ad4"), (512, 27, "872450e0dfa36a368cda5d31ba866b3b")],
 )
-def test_edges_and_ids_of_the_chunks_of_texts_in_this_repository_are_what_they_were(max_tokens, num_chunks, digest):
+def test_chunk_edges_and_ids_of_this_repositorys_texts_are_unchanged(max_tokens, num_chunks, digest):
     """The keys of existing stores are made of them."""
     renderer, found, count = demo_renderer(), hashlib.sha256(), 0
     for path in [*sorted((ROOT / "ragblend" / "demo" / "records").glob("*.md")), ROOT / "LICENSE"]:
@@ -95,7 +95,7 @@ def test_edges_and_ids_of_the_chunks_of_texts_in_this_repository_are_what_they_w
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.html", "a.log"])
-def test_a_file_beyond_the_limit_is_named_with_the_setting_that_allows_it(name, tmp_path):
+def test_a_file_beyond_the_limit_is_named_with_the_setting(name, tmp_path):
     path = tmp_path / name
     path.write_text('{"text": "The ferry leaves at nine."}\n' * 40_000)
     with pytest.raises(UnreadableDocumentError, match=r"1\.4 MiB, more than the setting max_file_mib allows \(1\)"):

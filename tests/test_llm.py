@@ -278,7 +278,7 @@ def rebuilt(model: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, rebuilt, lambda model: model.model_copy(deep=True)])
 @pytest.mark.parametrize("kind", [ChatBlend, BlendLLM])
-def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind, copied, tmp_path):
+def test_a_copied_model_answers_equally_and_shares_its_engine(kind, copied, tmp_path):
     model = kind(
         model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, stop=["never"], strict=True
     )
@@ -295,7 +295,7 @@ def test_a_copy_of_a_model_answers_as_the_model_and_shares_its_engine(kind, copi
     assert rebuilt(model).engine is not model.engine
 
 
-def test_a_store_named_by_a_relative_path_is_the_same_from_every_working_folder(tmp_path, monkeypatch):
+def test_a_relative_store_is_the_same_from_every_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     llm = BlendLLM(model="demo", store="kv")
     (tmp_path / "elsewhere").mkdir()
@@ -343,7 +343,7 @@ def test_a_forked_process_gets_an_error_instead_of_hanging(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_in_none(tmp_path):
+def test_a_forked_process_gets_errors_in_every_call_and_never_hangs(tmp_path):
     """Threads hold the engine's lock, and the registry's, in the moment of the fork; a stream is half way."""
     code = """if True:
         import os, signal, sys, threading, time
@@ -397,7 +397,7 @@ def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_
         assert wanted in line
 
 
-def test_objects_that_cannot_be_pickled_name_the_reason_and_are_shared_by_deep_copies(engine):
+def test_objects_that_cannot_be_pickled_are_shared_by_deep_copies(engine):
     chat = ChatBlend(engine=engine)
     assert copy.deepcopy(chat).engine is engine
     with pytest.raises(TypeError, match=r"the engine of this .* is an object.*ChatBlend\(model=\.\.\., store='DIR'\)"):
@@ -617,7 +617,7 @@ async def test_a_prompt_beyond_the_context_is_langchains_own_error_too(kind, eng
     ],
     ids=str,
 )
-def test_an_option_of_a_wrong_type_is_named_by_a_call_and_by_a_model(kind, option, engine):
+def test_an_option_of_a_wrong_type_is_named_by_calls_and_models(kind, option, engine):
     (name,) = option
     with pytest.raises(UsageError, match=f"^{name} is .*; choose "):
         kind(engine=engine)._options(option)
@@ -677,7 +677,7 @@ def test_the_ingestion_context_is_an_engine_option(kind, tmp_path):
         kind(model="demo", store=tmp_path / "other", engine_options={"context": "some"})
 
 
-def test_engine_options_set_the_tiers_and_the_shadow_of_the_engine_that_is_made(tmp_path):
+def test_engine_options_set_the_tiers_and_shadow_of_the_loaded_engine(tmp_path):
     options = {"memory_gib": 0, "disk_gib": 2, "kv_dtype": "int8", "shadow": 1.0}
     llm = BlendLLM(model="demo", store=tmp_path, engine_options=options, max_tokens=2)
     (disk,) = llm.engine.store.tiers

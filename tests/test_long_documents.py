@@ -126,7 +126,7 @@ def test_a_document_that_fits_takes_one_request(engine):
         assert found["tokens"]["prompt_tokens"] == found["report"]["prompt_tokens"]
 
 
-def test_an_instruction_takes_the_place_of_the_question_and_documents_come_in_any_form(engine):
+def test_an_instruction_may_replace_the_question_over_documents_of_any_form(engine):
     document = report_of_the_company()
     asked = chain(engine, instruction=ASKED[1][0])
     forms = (document, document.page_content, [document], {"document": [document]})
@@ -268,7 +268,7 @@ def test_bad_input_is_refused_in_words(given_input, reason, engine):
     ],
     ids=["way", "json", "misspelt", "open"],
 )
-def test_a_way_or_a_prompt_that_cannot_be_used_is_refused_before_a_document_is_read(engine, options, found):
+def test_an_invalid_way_or_prompt_is_rejected_before_any_reading(engine, options, found):
     with pytest.raises(UsageError, match=found):
         chain(engine, **options)
     assert chain(engine, map_prompt='{input} As {{"name": "..."}}').invoke({"input": "Who?", "document": "No text."})

@@ -109,7 +109,7 @@ def test_a_tier_option_that_cannot_be_is_named(made, options):
         made(**options)
 
 
-def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm():
+def test_vllm_rejects_a_ratio_in_the_same_words():
     words = r"choose 0 \(full reuse\) to 1 \(recompute every chunk token\), or 'auto'"
     for made in (ConnectorConfig, BlendParams):
         with pytest.raises(UsageError, match=words):

@@ -168,7 +168,7 @@ def test_two_indexes_of_one_folder_keep_the_kv_of_both(chat, tmp_path):
         assert not any(known(chat, *gone))
 
 
-def test_a_removed_document_leaves_no_record_of_its_chunks_even_where_their_kv_was_evicted(tmp_path):
+def test_a_removed_document_leaves_no_chunk_records_even_of_evicted_kv(tmp_path):
     (tmp_path / "a.txt").write_text(A)
     with (
         load_engine("demo", tmp_path / "kv") as engine,
@@ -478,7 +478,7 @@ def test_a_document_that_cannot_be_stored_is_named_and_nothing_is_stored(second,
                 search("half \ud83d emoji")
 
 
-def test_a_text_that_is_not_unicode_can_be_deleted_from_a_wrapped_store(chat):
+def test_a_text_that_is_no_unicode_can_be_deleted(chat):
     class CountingEmbedding(Embeddings):
         def embed_documents(self, texts: list[str]) -> list[list[float]]:
             return [[1.0, float(len(text))] for text in texts]
@@ -567,7 +567,7 @@ class NamedEmbedding(DeterministicFakeEmbedding):
         ({}, {"model_name": "m1"}, "NamedEmbedding'.*not.*NamedEmbedding m1"),
     ],
 )
-def test_another_embedding_of_equal_length_is_refused_by_its_name_or_by_its_vectors(first, second, reason, tmp_path):
+def test_another_embedding_of_equal_length_is_rejected(first, second, reason, tmp_path):
     BlendVectorStore.from_texts([A], NamedEmbedding(size=8, **first), path=tmp_path).index.close()
     with pytest.raises(StoreMismatchError, match=reason):
         BlendVectorStore.from_texts([B], NamedEmbedding(size=8, **second), path=tmp_path)

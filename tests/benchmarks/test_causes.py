@@ -10,7 +10,7 @@ from benchmarks.causes import main
 
 
 @pytest.mark.slow
-def test_the_study_goes_on_where_it_stopped_and_restored_kv_is_full_prefills(tmp_path, monkeypatch):
+def test_an_interrupted_study_resumes_and_restored_kv_equals_full_prefill(tmp_path, monkeypatch):
     out = tmp_path / "causes.json"
     main("demo", out, "nq", 1, threads=1)
     found = {

@@ -8,7 +8,7 @@ def held(kind, number, way, ttft_s):
     return {"kind": kind, "conversation": number, "way": way, "turns": turns}
 
 
-def test_blend_is_compared_with_the_better_of_prefix_and_full_in_the_same_conversation():
+def test_blend_is_compared_with_the_better_of_prefix_and_full_prefill():
     found = []
     for kind in KINDS:
         for number, scale in enumerate((1.0, 2.0, 10.0)):

@@ -33,13 +33,13 @@ def chosen(folder: Path, name: str, data: bytes, kind: str) -> ChosenFile:
 # --- words ---
 
 
-def test_words_are_folded_joined_at_hyphens_and_single_where_a_script_has_no_blanks():
+def test_words_are_case_folded_dehyphenated_and_single_characters_without_blanks():
     assert count_words("Käse, KÄSE: re-\n  enter ﬁne 40 Nm 契約") == {
         "käse": 2, "reenter": 1, "fine": 1, "40": 1, "nm": 1, "契": 1, "約": 1,
     }  # fmt: skip
 
 
-def test_the_difference_is_a_share_of_the_reference_and_the_nearest_reference_counts():
+def test_the_nearest_reference_determines_the_share_of_differing_words():
     found = compare_words("a b b x", {"far": "q r s t", "near": "a b b b", "empty": ""})
     assert (found.reference, found.missing_percent, found.extra_percent) == ("near", 25.0, 25.0)
     assert (found.missing, found.extra) == (("b",), ("x",))
@@ -67,7 +67,7 @@ def test_a_reference_finds_the_words_of_each_kind(kind, tmp_path):
     assert any({"rent", "bolt", "ouagadougou"}.intersection(count_words(text)) for text in texts.values())
 
 
-def test_a_kind_is_read_in_a_child_and_failures_are_told_from_files_without_text(tmp_path):
+def test_a_reader_process_tells_failures_from_files_without_text(tmp_path):
     files = [
         chosen(tmp_path, "whole.txt", SENTENCES.encode(), "text"),
         chosen(tmp_path, "binary.txt", b"\x00\x01words and more\x00" * 100, "text"),
@@ -111,7 +111,7 @@ def test_the_choice_is_the_same_each_time_and_holds_what_is_packed(tmp_path):
     assert first[0].path.read_bytes() == b"a" * 5000
 
 
-def test_a_package_that_is_not_to_be_had_is_named_and_leaves_nothing(tmp_path, monkeypatch):
+def test_a_package_that_cannot_be_downloaded_is_named_and_leaves_nothing(tmp_path, monkeypatch):
     def refuse(name: str, folder: Path) -> None:
         (folder / "half").write_text("a")
         raise subprocess.CalledProcessError(100, "apt-get", stderr="W: a\nE: no package nosuch-doc\n")

@@ -63,7 +63,7 @@ def result():
 # -- what is asked
 
 
-def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(engine, case, prompt):
+def test_map_rerank_answers_from_the_chunk_that_has_the_fact(engine, case, prompt):
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     (chosen,) = (run.chunk.text for run in last.prompt.runs)
     assert last.answer.text == case.answers[0]
@@ -77,7 +77,7 @@ def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(engin
     assert len({each.text for each in alone.values()}) > 1
 
 
-def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(engine, case, prompt):
+def test_confidence_is_the_mean_log_probability_of_the_model_itself(engine, case, prompt):
     last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
     ids, answered = last.prompt.token_ids, [*last.answer.token_ids]
     logits = engine.layers.model(torch.tensor([[*ids, *answered]])).logits[0].double().log_softmax(-1)
@@ -86,7 +86,7 @@ def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
     assert confidence(engine, last) == pytest.approx(sum(expected) / len(expected), abs=1e-4)
 
 
-def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(engine, case, prompt):
+def test_map_reduce_asks_the_question_over_the_answers_per_chunk(engine, case, prompt):
     instruction = INSTRUCTION.format(question=case.question)
     said = [
         engine.generate(Prompt([chunk], instruction), mode="full", max_tokens=SUMMARY_TOKENS).text.strip()
@@ -98,7 +98,7 @@ def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(eng
     assert last.answer.text == engine.generate(over, mode="full", max_tokens=TOKENS).text
 
 
-def test_reordered_prompts_over_the_same_chunks_are_the_same_prompt_and_it_is_exact(engine, case, prompt):
+def test_reordered_prompts_keep_their_chunks_and_ratio_one_is_exact(engine, case, prompt):
     chunks = list(prompt.chunks)
     assert reordered(chunks) != chunks
     assert sorted(chunk.text for chunk in reordered(chunks)) == sorted(chunk.text for chunk in chunks)
@@ -190,7 +190,7 @@ def test_what_stands_beside_them_is_what_bench_quality_finds(result):
     assert untimed(result["runs"]) == untimed(alone["runs"])
 
 
-def test_every_mode_and_baseline_has_a_line_over_the_time_to_first_token(result):
+def test_every_mode_and_baseline_has_a_line_over_ttft(result):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 

@@ -13,7 +13,7 @@ SMALL: dict[str, Any] = {"shape": "tiny", "num_chunks": 6, "chunk_tokens": 24, "
 RUN_KEYS = {"mode", "chunks", "tokens", "seconds", "tokens_per_s"}
 
 
-def test_both_ways_get_through_the_same_chunks_and_the_json_object_has_the_keys_that_were_agreed():
+def test_both_ways_ingest_the_same_chunks_and_json_has_the_documented_keys():
     lines: list[str] = []
     found = BENCHMARK.run(IngestConfig(**{**SMALL, "repeats": 1}), echo=lines.append)
     prefill, ingest = found["runs"]

@@ -42,7 +42,7 @@ def profile() -> MachineProfile:
     return MachineProfile("m", {}, LAYERS, 10, ((100.0, 1.0),), bytes_per_s={"disk": 10_000.0})
 
 
-def test_every_case_runs_from_the_tier_it_names_the_store_outgrows_memory_and_the_result_is_drawn(tmp_path):
+def test_every_case_reads_the_tier_that_it_names(tmp_path):
     pytest.importorskip("matplotlib")
     printed: list[str] = []
     config = LoadConfig(**SMALL, store=tmp_path)
@@ -100,7 +100,7 @@ def test_a_throttled_tier_is_the_tier(tmp_path, pipelined):
     assert not disk.contains(kv.header.key)
 
 
-def test_a_throttled_tier_takes_the_time_of_its_speed_for_any_number_of_readers():
+def test_a_throttled_tier_has_its_speed_for_any_number_of_readers():
     """Two chunks of 256 bytes at 5,000 bytes per second take 0.1024 s; a pause in between counts for nothing."""
     memory = MemoryStore(1 << 20)
     chunks = [make_kv(1), make_kv(2)]
@@ -115,7 +115,7 @@ def test_a_throttled_tier_takes_the_time_of_its_speed_for_any_number_of_readers(
     assert perf_counter() - start_s >= sum(kv.nbytes for kv in chunks) / 5000.0
 
 
-def test_cases_are_on_both_sides_of_the_line_at_speeds_that_follow_from_it():
+def test_cases_lie_on_both_sides_of_the_predicted_threshold():
     """T_recompute is 0.15 s. At three times that for loading, 45 % hides, were it not for the wait for layer 1."""
     cases = make_cases(LoadConfig(**SMALL, rule="cacheblend"), profile(), load_bytes=1000, num_tokens=100)
     by_name = {

@@ -224,7 +224,7 @@ def test_series_are_summed_over_their_labels():
     assert counters_in(text) == {"hits_total": 5.0}
 
 
-def test_a_deleted_chunk_may_be_missed_from_the_deletion_on_and_may_not_be_found_after_it():
+def test_a_deleted_chunk_may_miss_after_its_deletion_but_never_hit():
     chunks = stored(("acme", 0, 1.0, 2.0))
     chunks.remove("acme", TEXTS[0], 9.0)
     assert not chunks.must_hit(attempt(0), TEXTS[0])

@@ -14,9 +14,7 @@ CASE = QaCase("Who repairs the lamp?", ("Tomas Veld",), PASSAGES)
 
 
 @pytest.mark.parametrize("study", run_rules.STUDIES)
-def test_a_variant_that_computes_more_places_less_and_one_that_computes_all_is_full_prefill(
-    study, tiny_engine, monkeypatch
-):
+def test_a_variant_that_computes_all_tokens_is_full_prefill(study, tiny_engine, monkeypatch):
     monkeypatch.setattr(token_index, "MIN_RUN", token_index.WINDOW)
     variants = run_rules.run_study(tiny_engine(), study, [CASE])
     shares = [each.placed_share for each in variants]

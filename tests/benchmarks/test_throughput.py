@@ -59,7 +59,7 @@ def test_gaps_between_arrivals_are_exponential(seed):
 
 
 @given(rate=floats(0.01, 1000), count=integers(1, 200), seed=integers(0, 1 << 32))
-def test_a_seed_gives_the_same_arrivals_at_every_rate_but_for_the_scale(rate, count, seed):
+def test_arrivals_of_a_seed_are_equal_at_every_rate_except_for_scale(rate, count, seed):
     moments = arrival_times(rate, count, seed)
     assert moments == arrival_times(rate, count, seed)
     assert moments == sorted(moments)

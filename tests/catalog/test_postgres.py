@@ -201,7 +201,7 @@ def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothin
     ]
 
 
-def test_the_first_prompt_of_an_engine_during_an_outage_is_prefilled_in_full(own_server, tmp_path, caplog, monkeypatch):
+def test_the_first_prompt_during_an_outage_is_prefilled_in_full(own_server, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(matching, "_OUTAGE_PAUSE_S", 0.5)
     text = "Zenco sells lamps in many shapes."
     prompt = Prompt.from_text(f"{text} What does Zenco sell?")
@@ -219,9 +219,7 @@ def test_the_first_prompt_of_an_engine_during_an_outage_is_prefilled_in_full(own
         assert engine.generate(prompt, max_tokens=1).report.num_chunk_hits == 1
 
 
-def test_a_vllm_scheduler_whose_first_prompt_comes_during_an_outage_finds_no_chunk_until_it_ends(
-    own_server, tmp_path, monkeypatch
-):
+def test_a_vllm_scheduler_started_during_an_outage_finds_chunks_after_it(own_server, tmp_path, monkeypatch):
     monkeypatch.setattr(matching, "_OUTAGE_PAUSE_S", 0.5)
     text = "Zenco sells lamps in many shapes."
     with load_engine("demo", tmp_path, catalog=own_server.url) as engine:
@@ -236,7 +234,7 @@ def test_a_vllm_scheduler_whose_first_prompt_comes_during_an_outage_finds_no_chu
         assert len(lookup.candidate_keys(ids, "")) == 1
 
 
-def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(own_server, caplog):
+def test_a_silent_server_delays_the_first_prompt_by_a_second_only(own_server, caplog):
     known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
     known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
@@ -280,7 +278,7 @@ def test_who_may_not_open_it_is_told_what_to_correct(postgres):
     refused(UsageError, lambda: ChunkRegistry(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")
 
 
-def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(own_server):
+def test_a_read_only_user_and_a_full_database_are_different_errors(own_server):
     registry = ChunkRegistry(own_server.url)
     registry.add(["text"], DOC)
     execute(

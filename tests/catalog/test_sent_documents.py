@@ -12,7 +12,7 @@ def send(table: Catalog, *ids: str, namespace: str = "", text: str = "text") -> 
     )[0]
 
 
-def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place):
+def test_documents_of_a_collection_are_processed_in_the_order_sent(kept_place):
     with Catalog(kept_place) as table:
         send(table, "1", "2")
         send(table, "3", namespace="tenant")

@@ -154,7 +154,7 @@ def test_precompute_fills_the_store_for_another_dtype(run, monkeypatch):
     assert run.facts("ask", "Who?", "--max-tokens", "2", *PLACE)["report"]["num_chunk_hits"] > 0
 
 
-def test_precompute_for_a_model_that_reads_less_names_the_chunks_that_it_cannot_prefill(run, home):
+def test_precompute_names_the_chunks_beyond_the_models_context_length(run, home):
     """Exit code 6, as of an ingestion that left a file out; the other chunks are stored."""
     shorter = Path(shutil.copytree(WEIGHTS, home / "shorter"))
     config = json.loads((shorter / "config.json").read_text())
@@ -182,7 +182,7 @@ def test_a_flag_that_a_command_lacks_names_the_variable_of_its_setting(run, argu
     assert "Traceback" not in err
 
 
-def test_an_error_names_the_variable_of_a_setting_that_its_command_has_no_flag_for(run, monkeypatch):
+def test_an_error_names_the_variable_of_a_setting_without_a_flag(run, monkeypatch):
     code, _, err = run("search", "Who?", *PLACE)
     assert code == 0, err
     monkeypatch.setenv("RAGBLEND_EMBEDDER", "other/embedder")
@@ -296,9 +296,7 @@ def test_a_pinned_document_outlives_gc_until_it_is_unpinned(run):
     assert run(*INGEST, *PLACE)[0] == 0
 
 
-def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers_without_a_local_store(
-    run, tmp_path, questions
-):
+def test_a_remote_tier_answers_without_a_local_store(run, tmp_path, questions):
     remote = ["--remote", f"file://{tmp_path}/shared"]
     place = ["--store", str(tmp_path / "s")]
     assert run(*INGEST, *place, *remote)[0] == 0
@@ -315,7 +313,7 @@ def test_a_remote_tier_is_filled_by_ingest_shown_by_stats_and_doctor_and_answers
 
 
 @pytest.mark.slow
-def test_ask_with_another_system_text_names_on_stderr_the_command_that_fixes_it(run, home, questions, caplog):
+def test_ask_with_another_system_text_prints_the_command_that_fixes_it(run, home, questions, caplog):
     system = ["--system", "Answer in one word; don't explain."]
     ask = ["ask", questions[0]["question"], "-k", "3", "--max-tokens", "8", *PLACE, *system]
     command = [sys.executable, "-m", "ragblend", *ask, "--json"]
@@ -330,7 +328,7 @@ def test_ask_with_another_system_text_names_on_stderr_the_command_that_fixes_it(
     assert not caplog.records
 
 
-def test_a_remote_tier_that_is_down_is_named_by_doctor_and_costs_no_answer(run, questions):
+def test_doctor_names_an_unreachable_remote_tier_and_answers_continue(run, questions):
     with socket.socket() as taken:  # bound, not listening: no server answers
         taken.bind(("127.0.0.1", 0))
         remote = ["--remote", f"redis://:geheim@127.0.0.1:{taken.getsockname()[1]}/0"]
@@ -355,7 +353,7 @@ def test_push_fills_a_remote_tier_from_a_store_that_was_there_before(run, tmp_pa
 
 
 @pytest.mark.slow
-def test_entries_that_an_ingestion_could_not_send_are_reported_counted_and_pushed_later(run, tmp_path):
+def test_entries_that_could_not_be_uploaded_are_reported_and_pushed_later(run, tmp_path):
     server = RedisServer(tmp_path)
     place, remote = ["--store", str(tmp_path / "s")], ["--remote", server.url]
     code, out, _ = run(*INGEST, *place, *remote)
@@ -532,7 +530,7 @@ def test_remove_counts_both_variants_of_a_framework_s_document(home, run, tmp_pa
     assert (code, num_stored, "1 chunk and 2 KV caches removed" in out) == (0, 4, True)
 
 
-def test_lines_of_progress_say_that_the_model_loads_and_then_what_it_does(docs, run, monkeypatch):
+def test_progress_lines_name_model_loading_and_then_each_step(docs, run, monkeypatch):
     monkeypatch.setattr(printing, "progress_lines", partial(printing.progress_lines, every_s=0.001))
     _, _, err = run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)
     assert err.startswith("opening the store: 0 s\n")
@@ -639,7 +637,7 @@ def test_demo_prints_answers_of_all_modes_side_by_side(run, tmp_path, monkeypatc
     assert all(found["answer"] for found in facts["questions"][0]["modes"].values())
 
 
-def test_kv_dtype_is_chosen_at_ingest_kept_by_the_next_and_changed_by_precompute(run, questions, monkeypatch, tmp_path):
+def test_the_kv_dtype_of_ingest_persists_until_precompute_changes_it(run, questions, monkeypatch, tmp_path):
     place = ["--store", str(tmp_path / "kv")]
     found = run.facts(*INGEST, *place, "--kv-dtype", "int8")
     num_chunks, nbytes = found["num_new_kv"], found["store_bytes"]

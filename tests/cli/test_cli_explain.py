@@ -103,7 +103,7 @@ def test_a_rewritten_chunk_is_named_with_its_document_and_the_difference(run, so
     assert re.search(whole + "  differs in letter case: ", out)
 
 
-def test_of_a_chunk_that_is_reused_in_part_the_part_that_is_not_is_named(run, source, tmp_path):
+def test_a_partly_reused_chunk_shows_the_part_that_is_not_reused(run, source, tmp_path):
     words = source["text"].split(" ")
     words[8:8] = ["XYZZY"]
     out = explain_prompt(run, tmp_path, f"{' '.join(words)}\n\n{QUESTION}")
@@ -120,7 +120,7 @@ def test_a_prompt_from_stdin_without_a_stored_text_says_so(run, monkeypatch):
     assert out.endswith("\nno stored text is in this prompt, and none has 5 words in a row in common with it\n")
 
 
-def test_a_chunk_with_too_many_changed_words_is_named_as_the_nearest_with_its_share(run, source, tmp_path):
+def test_a_chunk_with_too_many_changes_is_named_with_its_similarity(run, source, tmp_path):
     words = source["text"].split(" ")
     words[6:] = ["xyzzy" if place % 4 == 0 else word for place, word in enumerate(words[6:])]
     out = explain_prompt(run, tmp_path, f"{' '.join(words)}\n\n{QUESTION}")

@@ -50,7 +50,7 @@ def test_each_report_has_the_size_of_the_store(is_on_disk, tmp_path):
         assert again.store_bytes == first.store_bytes == held.nbytes() >= first.new_kv_bytes > 0
 
 
-def test_stats_of_a_folder_whose_kv_a_server_has_are_those_of_the_server(run, monkeypatch):
+def test_stats_of_a_served_folder_are_the_servers(run, monkeypatch):
     assert run(*INGEST, "--no-precompute", "--store", "sent")[0] == 0
     shutil.rmtree("sent/models")
     out = run("stats", "--store", "sent")[1]

@@ -98,7 +98,7 @@ FILLERS: list[Callable[[str], None]] = [
 
 
 @pytest.mark.parametrize("fill", FILLERS, ids=lambda each: each.__name__.removeprefix("fill_"))
-def test_each_document_of_any_store_is_listed_and_removed_by_what_is_listed(fill, run, forbid_weights):
+def test_each_listed_document_of_any_store_can_be_removed_by_its_name(fill, run, forbid_weights):
     fill("s")
     forbid_weights()
     has_kv = fill is not fill_index_without_llm

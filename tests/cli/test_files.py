@@ -131,9 +131,7 @@ def test_an_empty_or_a_missing_text_file_is_named_in_a_sentence(kind, code, tmp_
         (("analyze", "file", "--profile", "file"), 2, "--profile: file is not UTF-8"),
     ],
 )
-def test_a_path_that_cannot_be_written_or_read_is_an_error_before_the_work(
-    run, tmp_path, monkeypatch, arguments, code, said
-):
+def test_an_unusable_path_is_an_error_before_the_work_starts(run, tmp_path, monkeypatch, arguments, code, said):
     monkeypatch.setenv("RAGBLEND_STORE_KEY", "0f" * 32)
     (tmp_path / "file").write_bytes(b"caf\xe9")
     ended, out, err = run(*arguments)
@@ -267,7 +265,7 @@ cli.main()
         ("search", 0.05, 60, "what is stored stays; the same command begins again: ragblend search"),
     ],
 )
-def test_ctrl_c_names_what_is_kept_and_ends_also_in_a_step_that_takes_long(name, stop_s, step_s, kept):
+def test_ctrl_c_ends_long_steps_and_names_what_is_kept(name, stop_s, step_s, kept):
     started = python("-c", _WAITING.format(name=name, stop_s=stop_s, step_s=step_s))
     assert started.stdout.readline() == "ready\n"
     started.send_signal(signal.SIGINT)

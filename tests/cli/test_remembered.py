@@ -29,7 +29,7 @@ def run(tmp_path, monkeypatch, capsys):
     return command
 
 
-def test_after_the_first_ingestion_no_command_names_model_embedder_system_or_chunk_size(run):
+def test_later_commands_need_no_model_embedder_system_text_or_chunk_size(run):
     again = run.facts("ingest", "docs")
     assert (again["num_new_kv"], again["num_unchanged"]) == (0, again["num_documents"])
     stats = run.facts("stats")
@@ -53,7 +53,7 @@ def test_python_takes_the_same_from_the_store(run):
         assert not engine.is_stored(Chunk(text)), "an empty system text is none, even if the store has one"
 
 
-def test_without_a_model_nothing_is_ingested_and_the_error_names_one_for_a_trial(run, monkeypatch):
+def test_ingestion_without_a_model_is_an_error_that_suggests_one(run, monkeypatch):
     code, out, err = run("ingest", "docs", "--store", "new")
     assert (code, out) == (2, "")
     assert "--model demo" in err

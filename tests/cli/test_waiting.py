@@ -44,7 +44,7 @@ def test_a_command_that_computes_nothing_loads_no_model(arguments, code, run, lo
     assert loaded == []
 
 
-def test_the_model_is_loaded_once_for_what_is_missing_and_stores_what_it_would_have(run, loaded):
+def test_the_model_is_loaded_once_for_all_missing_chunks(run, loaded):
     whole = run.facts("stats", *PLACE)
     entries = {path.name: path.read_bytes() for path in Path("s/kv").rglob("*.safetensors")}
     assert run("gc", "--max-size", "0", *PLACE)[0] == 0

@@ -65,7 +65,7 @@ def test_a_page_that_ends_with_the_chunk_is_the_last_one():
     assert facts_of(up_to_pay + "\n\nPay")["page_end"] == 12
 
 
-def test_text_before_the_first_mark_has_neither_and_a_document_without_marks_keeps_its_chunks():
+def test_text_before_the_first_mark_has_no_page_and_no_heading():
     later = replace(HANDBOOK, marks=MARKS[3:])
     assert add_pages_and_headings(later, [chunk_of("Thirty days")])[0].metadata == {"title": "Handbook"}
     bare, chunks = replace(HANDBOOK, marks=()), [chunk_of("Pay")]
@@ -150,9 +150,7 @@ def test_a_source_is_described_by_file_page_and_heading(source, metadata, expect
     assert describe_source(source, metadata) == expected
 
 
-def test_a_file_below_the_working_folder_has_its_path_from_there_and_nothing_reaches_the_terminal(
-    tmp_path, monkeypatch
-):
+def test_citations_have_relative_paths_and_no_terminal_control_characters(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     described = describe_source(f"{tmp_path}/docs/a.pdf", {"page": 2, "headings": ["\x1b[2J" + "long " * 100]})
     assert described.startswith('docs/a.pdf, p. 2, "\\x1b[2Jlong long')
@@ -211,7 +209,7 @@ def test_chunks_of_any_splitter_are_indexed_with_page_and_headings(sync, tmp_pat
         assert all("page" not in chunk.text for chunk in chunks)
 
 
-def test_notes_of_a_file_are_reported_once_with_the_record_that_has_them_first(sync, tmp_path):
+def test_a_files_note_is_reported_once_with_its_first_record(sync, tmp_path):
     result, index = sync(lambda document: split(document, count_words, 6))
     index.close()
     source = f"{tmp_path}/docs/handbook.manual"

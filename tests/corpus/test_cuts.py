@@ -95,7 +95,7 @@ def test_a_chunk_ends_with_a_grapheme_or_before_whitespace(text, max_tokens):
 INTRO, BODY = "one two three four.", "Thirty days a year are paid."
 
 
-def test_a_chunk_does_not_end_on_a_heading_whose_text_is_in_the_next():
+def test_a_chunk_does_not_end_on_the_heading_of_the_next():
     heading = "## Leave\n\n### Days"
     assert texts_of(f"{INTRO}\n\n{heading}\n\n{BODY}", 8) == [INTRO, f"{heading}\n\nThirty days a year", "are paid."]
 
@@ -109,7 +109,7 @@ def test_a_marked_heading_is_one_without_any_sign_in_the_text(heading):
     assert texts_of(text, size, (mark,))[0] == INTRO
 
 
-def test_a_heading_that_begins_before_the_middle_of_a_chunk_may_still_go_to_the_next():
+def test_a_heading_in_the_first_half_may_move_to_the_next_chunk():
     heading = "## a heading of a few more words"
     assert texts_of(f"{INTRO}\n\n{heading}\n\n{'word ' * 40}", 12)[0] == INTRO
 
@@ -131,7 +131,7 @@ def test_a_code_block_that_fits_is_not_cut(fence, num_before):
     assert num_before * 4 < 6 or any(code in chunk for chunk in chunks)  # a quarter full is too little
 
 
-def test_a_code_block_larger_than_a_chunk_is_cut_at_its_blank_lines():
+def test_a_code_block_larger_than_a_chunk_is_cut_at_blank_lines():
     blocks = [f"{name} of_it():\n    a = 1.\n    return a" for name in "abcdefghij"]
     chunks = texts_of("```\n" + "\n\n".join(blocks) + "\n```", 20)
     assert len(chunks) > 3
@@ -169,14 +169,14 @@ def test_a_markdown_table_repeats_the_rule_below_its_header():
         "Name " + "of each duck " * 6 + "| Home | Eggs",  # more than a quarter of the budget
     ],
 )
-def test_a_row_that_is_no_header_or_takes_too_much_is_not_repeated(first_row):
+def test_a_row_that_is_no_header_or_too_long_is_not_repeated(first_row):
     text = "\n".join([first_row, *(f"duck {n} | Ponds | {n} eggs" for n in range(30))])
     chunks = cut(text, 30)
     assert len(chunks) > 5
     assert all(chunk.text == text[chunk.start : chunk.end] for chunk in chunks)
 
 
-def test_a_row_longer_than_a_chunk_is_cut_and_has_the_header_as_well():
+def test_each_part_of_a_row_longer_than_a_chunk_has_the_header():
     chunks = texts_of("Name | Home\nDuck | " + "pond " * 50, 20)
     assert chunks[0].startswith("Name | Home\nDuck | pond")
     assert all(chunk.startswith("Name | Home\npond") for chunk in chunks[1:])

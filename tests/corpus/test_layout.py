@@ -112,7 +112,7 @@ def test_lists_and_prose_are_no_rows(text):
     assert ends_of(text) == []
 
 
-def test_a_row_has_the_rank_of_the_row_after_it_at_any_position():
+def test_the_rank_of_a_row_does_not_depend_on_its_position():
     rows = [f"key: {n}" for n in range(9)]
     first = {row.offset: row.rank for row in find_row_ends_between("\n".join(rows), 0, 0, 60)}
     later = {row.offset: row.rank for row in find_row_ends_between("\n".join(["key: new", *rows]), 0, 0, 60)}

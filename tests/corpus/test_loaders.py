@@ -38,7 +38,7 @@ def lines_of(path: str) -> list[str]:
 # --- what a loader returns ---
 
 
-def test_metadata_are_json_and_a_value_that_is_not_is_a_failure_of_its_file(notes, tmp_path):
+def test_metadata_that_are_no_json_fail_their_file(notes, tmp_path):
     given = {"year": np.int64(2024), "day": date(2024, 5, 3), "path": str(notes)}
     (found,) = documents(notes, lambda path: Document("one", metadata=given))
     assert found.metadata == {"year": 2024, "day": "2024-05-03"}

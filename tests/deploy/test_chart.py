@@ -132,7 +132,7 @@ def test_the_image_s_folders_are_those_of_the_pod(objects):
     assert json.dumps([*server["command"]]) in (DEPLOY / "Dockerfile").read_text()
 
 
-def test_a_pod_is_asked_whether_it_is_ready_and_has_time_to_stop(objects):
+def test_a_pod_has_a_readiness_probe_and_time_to_drain(objects):
     server = container(objects)
     assert server["readinessProbe"]["httpGet"]["path"] == readiness.PATH
     pod = the("StatefulSet", objects)["spec"]["template"]["spec"]
@@ -213,7 +213,7 @@ def test_values_that_cannot_work_are_refused_by_name(setting, named):
     assert named in done.stderr
 
 
-def test_a_file_of_keys_is_mounted_for_its_group_alone_and_named_to_the_server(tmp_path):
+def test_the_keys_file_is_mounted_for_its_group_and_passed_on(tmp_path):
     objects = rendered("keysFile.secretName=tenants", "keysFile.key=tenants.toml")
     server = container(objects)
     (variable,) = [each for each in server["env"] if each["name"] == "RAGBLEND_API_KEYS_FILE"]

@@ -72,7 +72,7 @@ def test_the_operators_page_has_a_row_for_each_alert():
     assert all(len(row) == 6 and all(cell.strip() for cell in row[1:-1]) for row in rows)
 
 
-def test_alerts_were_provoked_and_mended_unless_their_row_says_that_they_were_not():
+def test_alerts_fired_and_cleared_unless_their_row_says_not_provoked():
     rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| Ragblend")]
     provoked = {row.split("|")[1].strip() for row in rows if "Not provoked" not in row}
     tried = json.loads((ROOT / "data/results/alerts.json").read_text())["alerts"]

@@ -48,7 +48,7 @@ def before_the_stop(text: str, stop: list[str]) -> tuple[str, bool]:
 
 @given(text=texts, stop=stops, places=st.lists(st.integers(0, 30), max_size=8))
 @example(text="abc", stop=["abc", "b"], places=[])
-def test_the_answer_is_the_text_before_the_first_stop_string_for_any_cut_into_pieces(text, stop, places):
+def test_an_answer_ends_before_its_first_stop_string_for_any_pieces(text, stop, places):
     expected = before_the_stop(text, stop)
     assert scan(cut(text, places), stop) == scan(list(text), stop) == expected
 
@@ -154,7 +154,7 @@ def test_logprobs_are_the_models_own_before_bias_is_added():
     assert [value for _, value in top] == pytest.approx(expected[[1, 2]].tolist())
 
 
-def test_what_may_not_come_is_no_alternative_and_what_had_to_come_is_certain():
+def test_forbidden_tokens_are_no_alternatives_and_forced_tokens_are_certain():
     logits = torch.tensor([1.0, -torch.inf, 2.0, -torch.inf])
     sampler = Sampler(GenerationOptions(logprobs=True, top_logprobs=3))
     assert sampler.sample(logits) == 2

@@ -270,7 +270,7 @@ def test_an_unread_stream_pauses_and_frees_its_place(tiny_engine):
     assert len("".join(unread[2])) == MAX_UNREAD_PIECES
 
 
-def test_an_interrupt_ends_the_answers_that_its_thread_waits_for_and_no_other(engine, monkeypatch):
+def test_an_interrupt_cancels_the_answers_of_its_thread_only(engine, monkeypatch):
     """Ctrl-C in a thread that waits for an answer, while the loop makes another thread's answer as well."""
     expected = engine.generate(PROMPTS[1], max_tokens=12)
     mine, other = endless(engine, PROMPTS[0]), engine.stream(PROMPTS[1], max_tokens=12)
@@ -283,7 +283,7 @@ def test_an_interrupt_ends_the_answers_that_its_thread_waits_for_and_no_other(en
     assert is_at_rest(engine)
 
 
-def test_the_error_of_an_answer_is_raised_once_where_its_text_is_read(engine, monkeypatch):
+def test_an_answers_error_is_raised_once_where_its_text_is_read(engine, monkeypatch):
     stream = endless(engine, PROMPTS[0])
     decode = engine.loop._decode
     monkeypatch.setattr(engine.loop, "_decode", lambda steps: [ValueError("no room")] * len(steps))
@@ -376,7 +376,7 @@ def test_reports_of_a_batch_have_each_answers_own_times(engine, monkeypatch):
     assert [(report.ttft_s, report.decode_s, report.completion_tokens) for report in reports] == [(100.0, 3.0, 4)] * 4
 
 
-def test_a_failing_batched_step_is_logged_once_and_steps_run_one_by_one(engine, monkeypatch, caplog):
+def test_after_a_failing_batched_step_answers_run_one_by_one(engine, monkeypatch, caplog):
     decode = engine.loop._decode
 
     def one_at_a_time(steps: Sequence[Any]) -> Any:

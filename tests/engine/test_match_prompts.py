@@ -89,7 +89,7 @@ def test_a_chunk_that_the_prompt_names_counts_at_the_end(engine):
         assert run.chunk == ONE
 
 
-def test_a_chunk_that_is_named_and_not_stored_is_a_miss_and_stored_for_the_next_time(tiny_engine, chat_renderer):
+def test_a_named_chunk_that_is_not_stored_is_a_miss_once(tiny_engine, chat_renderer):
     engine = tiny_engine(renderer=chat_renderer, on_miss="store")
     engine.precompute(ONE)
     prompt, unnamed = Prompt([ONE, THREE], QUESTION), Prompt(question=f"{ONE.text}\n\n{THREE.text}\n\n{QUESTION}")
@@ -109,7 +109,7 @@ def test_a_forgotten_chunk_is_found_no_more(engine):
     assert texts_of(matched, engine.renderer) == [TWO.text]
 
 
-def test_a_named_chunk_that_shares_sentences_with_a_stored_one_is_found_whole(engine):
+def test_a_named_chunk_that_shares_sentences_with_another_matches_whole(engine):
     """Splitters let chunks overlap: the end of one is the beginning of the next."""
     following = Chunk(f"{' '.join(TWO.text.split()[6:])} and {THREE.text}", "two.txt", 30)
     matched = engine.match(Prompt([TWO, following], QUESTION))

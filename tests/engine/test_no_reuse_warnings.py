@@ -45,7 +45,7 @@ def test_an_empty_store_is_reported_once_with_the_call_that_fills_it(tiny_engine
 
 
 @pytest.mark.parametrize("other", [{"namespace": "theirs"}, {"fingerprint": "another"}])
-def test_a_store_of_other_models_or_namespaces_is_reported_once_without_their_names(tiny_engine, said, other):
+def test_stores_of_other_models_or_namespaces_are_reported_once_without_names(tiny_engine, said, other):
     store = MemoryStore(1 << 28)
     precompute_documents(TEXTS, tiny_engine(store=store, **other))
     engine = tiny_engine(store=store, namespace="mine")
@@ -56,7 +56,7 @@ def test_a_store_of_other_models_or_namespaces_is_reported_once_without_their_na
     assert "theirs" not in line
 
 
-def test_kv_after_another_prefix_is_reported_once_with_the_command_that_fixes_it(tmp_path, said):
+def test_kv_after_another_prefix_is_reported_once_with_its_fix(tmp_path, said):
     with load_engine("demo", tmp_path / "kv") as plain:
         precompute_documents(TEXTS, plain)
     system = "Answer in one word; don't explain."
@@ -123,9 +123,7 @@ def test_no_false_alarms(tiny_engine, said):
     assert not said()
 
 
-def test_looking_for_the_cause_reads_few_entries_and_disturbs_neither_counters_nor_the_order_of_eviction(
-    tiny_engine, tmp_path, monkeypatch
-):
+def test_finding_the_cause_of_no_reuse_leaves_counters_and_eviction_unchanged(tiny_engine, tmp_path, monkeypatch):
     disk, memory = DiskStore(tmp_path, fsync=False), MemoryStore(1 << 28)
     store = TieredStore(memory, disk)
     precompute_documents([f"Remark {number} of many." for number in range(200)], tiny_engine(store=disk))

@@ -20,7 +20,7 @@ def test_a_stream_of_tokens_reads_as_the_whole_answer(text, renderer):
 
 
 @given(ids=st.lists(st.integers(0, 299), max_size=30))
-def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(ids, renderer):
+def test_a_stream_holds_back_at_most_one_unfinished_character(ids, renderer):
     stream = AnswerText(renderer)
     shown = "".join(stream.push(token) for token in ids)
     rest = stream.flush()
@@ -30,7 +30,7 @@ def test_a_stream_of_any_tokens_holds_back_no_more_than_an_unfinished_character(
 
 
 @given(text=st.text(max_size=30))
-def test_a_stream_reads_as_the_answer_with_tokenizers_that_spell_letters_in_bytes(text, make_spaced_tokenizer):
+def test_byte_level_tokenizers_stream_the_same_text_as_the_answer(text, make_spaced_tokenizer):
     renderer = Renderer(make_spaced_tokenizer())
     ids, stream = renderer.text_ids(text), AnswerText(renderer)
     assert "".join([*map(stream.push, ids), stream.flush()]) == renderer.decode(ids)
@@ -54,7 +54,7 @@ def test_streaming_a_token_costs_the_same_however_long_the_answer_is(renderer, m
     assert max(decoded, default=0) <= 12
 
 
-def test_an_answer_is_shown_without_control_tokens_and_the_space_that_the_template_writes_before_it(renderer):
+def test_an_answer_has_no_control_tokens_and_no_template_space(renderer):
     ids = [*renderer.text_ids(" the chunk"), *renderer.stop_ids()]
     assert renderer.whitespace_before_answer == " "
     assert renderer.decode(ids) == "the chunk"

@@ -82,7 +82,7 @@ def says_so(done: Done, what: object) -> bool:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_file_size_limit_is_called_that_and_the_command_goes_on_without_it(name, place, commands, counted):
+def test_a_file_size_limit_is_named_and_the_command_continues(name, place, commands, counted):
     argv = tuple(part.format(work=place.work) for part in COMMANDS[name])
     limits = LIMITS if FULL else random.Random(name).sample(LIMITS, 1)
     num_failed = 0

@@ -23,7 +23,7 @@ NUM_FLIPS = 200 if FULL else 50
 INGEST = {"chunk_size": 112, "embedder": "hashing", "glob": "*.md"}
 
 
-def test_kill_9_in_the_middle_of_ingestion_leaves_no_bad_entry_and_the_rerun_completes(tmp_path, counted):
+def test_a_killed_ingestion_leaves_no_bad_entry_and_a_rerun_completes_it(tmp_path, counted):
     for copy in range(3):  # each paragraph with a number in front: no two copies share a chunk
         (tmp_path / "corpus" / str(copy)).mkdir(parents=True)
         for record in sample_corpus().records:

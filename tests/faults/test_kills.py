@@ -133,16 +133,14 @@ def difference(found: dict[str, Any], wanted: dict[str, Any], moment: int) -> st
 
 
 @pytest.mark.slow
-def test_a_killed_removal_is_finished_by_the_same_command_and_leaves_no_word(commands, place, counted):
+def test_a_killed_removal_is_completed_by_the_same_command(commands, place, counted):
     (place.work / "corpus" / "basalt.md").unlink()
     said = killed_and_run_again(commands, place, ("remove", "corpus/basalt.md", *PLACE), basalt_is_gone)
     counted(f"{said}: no file tells a removed word")
 
 
 @pytest.mark.slow
-def test_a_removal_without_its_remote_tier_forgets_here_and_is_finished_when_that_is_back(
-    commands, place, tmp_path, counted
-):
+def test_a_removal_during_a_remote_outage_completes_after_it(commands, place, tmp_path, counted):
     pytest.importorskip("redis")
     for server in running_redis(tmp_path):
         far = ("--remote", server.url)

@@ -173,9 +173,7 @@ def peak_bytes() -> int:
 
 
 @pytest.mark.parametrize("store_key", [OWN, None], ids=["with a key", "without a key"])
-def test_nothing_planted_raises_takes_memory_or_is_used_unless_it_is_whole_and_there_is_no_key(
-    store_key, tier, asker, counted
-):
+def test_a_planted_entry_is_used_only_if_whole_and_without_a_key(store_key, tier, asker, counted):
     """Without a key a lie of the right shape is believed: that is what the key is for. `verify` names all others."""
     kinds, used, num_unsigned = plants_for(tier, asker.victim), set(), 0
     assert len(kinds) >= 30

@@ -89,7 +89,7 @@ def ask(store: RemoteStore, kv: MemoryKV, outcomes: dict[str, int]) -> None:
         assert_same(found, kv)
 
 
-def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_answer(redis_server, tmp_path, counted):
+def test_redis_restarts_under_load_cause_no_wrong_answer_and_no_local_miss(redis_server, tmp_path, counted):
     """3 (full: 20) kill -9 under 4 threads that ask all tiers, which must hit, and Redis alone, which may miss."""
     kvs = [make_kv(seed, tokens=50) for seed in range(12)]
     far = RemoteStore(RedisValues(redis_server.url, 1.0), timeout_s=1.0, breaker=quick_breaker())
@@ -127,7 +127,7 @@ def test_redis_killed_and_restarted_under_load_costs_no_local_hit_and_no_wrong_a
 
 
 @pytest.mark.slow
-def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(redis_server, tmp_path, counted):
+def test_entries_stored_during_a_redis_outage_are_uploaded_after_it(redis_server, tmp_path, counted):
     """30 chunks over 3 (full: 20) outages, the first of each written into a dead server, room in the queue for two."""
     kvs = [make_kv(seed, tokens=50) for seed in range(30)]
     far = RemoteStore(RedisValues(redis_server.url, 1.0), queue_bytes=2 * kvs[0].nbytes)
@@ -155,7 +155,7 @@ def test_what_is_stored_while_redis_is_down_goes_there_once_it_is_back(redis_ser
 
 
 @pytest.mark.slow
-def test_an_s3_that_fails_and_cuts_bodies_short_under_load_gives_misses_only(s3_port, monkeypatch, counted):
+def test_a_failing_s3_under_load_causes_misses_only(s3_port, monkeypatch, counted):
     """10 (full: 60) rounds of 500s, bodies cut at a random byte, closed connections and quiet, under 3 threads."""
     proxy = TcpProxy(s3_port)
     point_s3_at(proxy.port, monkeypatch)

@@ -45,7 +45,7 @@ def test_the_table_is_read():
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: ",".join(sorted(row.ours or row.openai or row.hugging_face)))
-def test_what_is_named_as_ours_exists_and_where_we_differ_there_is_a_reason(row):
+def test_every_argument_in_the_table_exists_and_every_difference_has_a_reason(row):
     known = {*ChatBlend.model_fields, *BlendLLM.model_fields, *ALSO_CALLED}
     missing = [each for each in row.ours - known if not (hasattr(ChatBlend, each) or hasattr(BlendLLM, each))]
     assert not missing

@@ -91,14 +91,14 @@ def test_chunks_in_tool_results_are_found_with_bound_tools_too(form, engine):
     assert (report["num_chunks"], report["num_chunk_hits"]) == (count, count)
 
 
-def test_a_marked_text_is_set_apart_though_its_mark_is_empty_and_it_is_known(engine):
+def test_a_marked_text_is_a_chunk_even_with_an_empty_mark(engine):
     blocks_sent = [{**text(A), "extras": {"chunk_id": ""}}, text("Who?")]
     request = ChatBlend(engine=engine)._request([HumanMessage(blocks_sent)], None)
     read = engine.renderer.plain_text(engine.renderer.render(request.prompt))
     assert f"{A}\n\nWho?" in read
 
 
-def test_the_last_block_of_a_question_is_the_question_even_if_it_was_ingested(engine):
+def test_the_last_block_is_the_question_even_if_it_was_ingested(engine):
     answer = ChatBlend(engine=engine, max_tokens=1).invoke([HumanMessage([text(A), text("x"), text(B)])])
     assert answer.response_metadata["ragblend"]["num_chunks"] == 1
 

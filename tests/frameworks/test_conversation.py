@@ -50,9 +50,7 @@ def test_rephrasing_stores_nothing_and_leaves_the_conversation_as_it_was(engine)
     )
 
 
-def test_the_first_question_and_one_that_the_model_cannot_rephrase_are_searched_for_as_they_are(
-    engine, tiny_engine, caplog
-):
+def test_a_question_that_cannot_be_rephrased_is_searched_as_it_is(engine, tiny_engine, caplog):
     assert ChatSession(engine).condense(QUESTION) == QUESTION
     endless = tiny_engine()
     endless.stop_ids = frozenset()  # a random model that never comes to an end

@@ -54,7 +54,7 @@ def test_a_chat_model_adds_at_most_thirty_fields():
     ],
     ids=str,
 )
-def test_a_name_that_is_no_field_is_an_error_that_names_its_place(kind, given, message, tiny_engine):
+def test_an_unknown_field_is_an_error_that_names_its_place(kind, given, message, tiny_engine):
     with pytest.raises(UsageError, match=message) as caught:
         kind(engine=tiny_engine(), **given)
     assert "hush" not in str(caught.value)
@@ -84,7 +84,7 @@ def test_a_model_left_out_is_the_one_whose_kv_the_store_holds(kind, tmp_path):
     llm.engine.close()
 
 
-def test_an_engine_without_a_model_loads_the_one_that_the_store_has_saved(tmp_path):
+def test_an_engine_without_a_model_loads_the_stores_model(tmp_path):
     load_engine("demo", tmp_path / "kv").close()
     with load_engine(store=tmp_path / "kv") as engine:
         assert engine.name == "demo"

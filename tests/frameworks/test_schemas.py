@@ -148,7 +148,7 @@ def test_an_answer_follows_every_kind_of_schema_whole_and_streamed(schema, metho
 
 
 @pytest.mark.parametrize("schema", NO_OBJECTS, ids=str)
-def test_a_schema_of_other_values_than_objects_is_refused_where_answers_are_objects(schema, chat):
+def test_a_schema_of_no_object_is_rejected_where_answers_are_objects(schema, chat):
     found = chat.with_structured_output(schema, max_tokens=20).invoke(ASKED)
     kind = found.root if isinstance(found, Kinds) else found
     assert kind in ("round", "square", {"kind": "round"}, {"kind": "square"})
@@ -179,7 +179,7 @@ async def alast(items: Any) -> Any:
 @pytest.mark.parametrize("schema", [Tower, OBJECT])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("cut", [{"max_tokens": 4}, {"max_tokens": 14}, {"stop": ["kin", "{"]}], ids=str)
-async def test_an_answer_that_was_cut_is_an_error_in_every_form_of_the_call(cut, method, schema, chat):
+async def test_a_truncated_answer_is_an_error_in_every_form_of_call(cut, method, schema, chat):
     held = chat.with_structured_output(schema, method=method, **cut)
     with pytest.raises(OutputParserException, match="raise max_tokens if it was cut, and leave out stop strings"):
         held.invoke(ASKED)

@@ -61,7 +61,7 @@ def test_neutral_variants_are_stored_once_remembered_and_used(docs, opened):
     ]  # fmt: skip
 
 
-def test_the_default_is_neutral_for_a_deep_model_and_none_for_a_shallow_one(docs, opened, deep_model, tmp_path):
+def test_the_default_context_is_neutral_for_deep_models_only(docs, opened, deep_model, tmp_path):
     prompt = Prompt([TEXTS[name] for name in ("bell", "kern", "moss")], "Who?")
 
     def contexts_of(engine: TransformersEngine) -> list[str]:
@@ -102,7 +102,7 @@ def test_a_chunk_that_only_fits_without_the_neutral_text_is_stored_alone(docs, o
     assert (report.num_new_kv, report.num_known_kv, report.failures) == (0, 1, [])
 
 
-def test_a_text_of_a_framework_is_stored_twice_at_once_and_once_under_none(docs, opened):
+def test_a_frameworks_text_has_two_variants_or_one_under_none(docs, opened):
     engine = opened()
     engine.set_context_policy("neutral")
     assert precompute_documents([TEXTS["kern"]], engine).num_new_kv == 2

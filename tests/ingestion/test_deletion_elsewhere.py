@@ -68,9 +68,7 @@ def in_remote(engine: Any) -> set[str]:
     return {name for name, text in TEXTS.items() if engine.store.tiers[-1].contains(engine.key(Chunk(text)))}
 
 
-def test_what_one_removes_or_replaces_leaves_the_disk_of_a_running_and_of_a_later_program(
-    program, tmp_path, monkeypatch
-):
+def test_a_removal_reaches_running_and_later_programs(program, tmp_path, monkeypatch):
     monkeypatch.setattr(tombstones, "POLL_INTERVAL_S", 0.1)
     one, running, ended = (program(name) for name in ("one", "running", "ended"))
     for engine in (one, running, ended):
@@ -143,7 +141,7 @@ def test_deletions_recorded_before_a_kill_are_run_by_the_next_removal(program):
     assert in_remote(one) == on_disk(one) == on_disk(two) == {"c"}
 
 
-def test_an_upload_after_a_removal_is_not_found_and_goes_with_the_next_one(program):
+def test_an_upload_after_a_removal_is_never_found_and_deleted_next(program):
     one = program("one")
     store(one, **TEXTS)
     kv = one.store.get(one.key(Chunk(TEXTS["a"])))

@@ -138,7 +138,7 @@ def pages(texts: Sequence[str], *, counted: bool = True) -> list[Document]:
     ]
 
 
-def test_a_page_is_replaced_alone_and_goes_with_the_end_of_its_file(engine):
+def test_a_page_is_replaced_alone_and_deleted_with_its_file(engine):
     one, two, three, other = (f"{sentences(1, name)}" for name in ("one", "two", "three", "other"))
     for page in pages([one, two, three]):
         precompute_documents([page], engine)

@@ -40,7 +40,7 @@ def test_two_namespaces_with_one_id_in_one_collection_keep_both_documents(engine
         assert (SLATE in engine.known_chunks, SLATE in tenant.known_chunks) == (True, False)
 
 
-def test_a_collection_whose_name_and_id_read_like_those_of_another_is_another(engine):
+def test_collections_with_similar_names_and_ids_are_different(engine):
     add(engine, BASALT, "c", collection="a/b")
     add(engine, SLATE, "b/c", collection="a")
     assert [engine.is_stored(text) for text in (BASALT, SLATE)] == [True, True]

@@ -164,7 +164,7 @@ def test_a_renamed_file_is_reported_as_renamed_and_keeps_its_kv(corpus, old, new
     assert corpus.texts() == {FOX, KERN, BELL}
 
 
-def test_a_file_that_went_and_a_copy_that_came_before_are_not_renamed(corpus):
+def test_a_deleted_file_and_an_earlier_copy_are_no_rename(corpus):
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()
     corpus.write(c_txt=FOX, d_txt=f"{KERN} She left.")
@@ -323,7 +323,7 @@ def test_a_file_that_cannot_be_read_this_time_keeps_what_it_had(corpus, monkeypa
     assert corpus.texts() == {"Bob Fox lives in Oston.", KERN, BELL}
 
 
-def test_a_line_that_cannot_be_read_keeps_its_record_and_is_said_every_time(corpus):
+def test_an_unreadable_line_keeps_its_record_and_is_always_reported(corpus):
     corpus.write(r_jsonl=[FOX, KERN, BELL])
     corpus.ingest()
     path = corpus.docs / "r.jsonl"
@@ -347,7 +347,7 @@ def test_who_names_an_ignored_file_keeps_it(corpus):
     assert corpus.texts() == {FOX}
 
 
-def test_a_link_that_leads_out_of_the_folder_is_said_and_what_it_brought_before_goes(corpus):
+def test_a_link_out_of_the_folder_is_reported_and_its_documents_removed(corpus):
     corpus.write(a_txt=FOX)
     secret, link = corpus.root / "secret.txt", corpus.docs / "notes.txt"
     secret.write_text(KERN)
@@ -365,7 +365,7 @@ def test_a_link_that_leads_out_of_the_folder_is_said_and_what_it_brought_before_
     assert corpus.texts() == {FOX}
 
 
-def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, monkeypatch):
+def test_a_file_that_vanishes_during_reading_is_deleted_without_failure(corpus, monkeypatch):
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()
     original = documents.open_file
@@ -381,7 +381,7 @@ def test_a_file_that_vanishes_while_it_is_read_is_gone_and_no_failure(corpus, mo
     assert corpus.texts() == {KERN}
 
 
-def test_a_file_that_is_written_while_it_is_read_is_read_again_next_time(corpus, monkeypatch):
+def test_a_file_written_during_reading_is_read_again_next_time(corpus, monkeypatch):
     corpus.write(a_txt=FOX)
     original = documents.open_file
 
@@ -434,7 +434,7 @@ def test_one_odd_file_does_not_stop_an_ingestion(corpus):
     assert "Half \ufffd of a face." in corpus.texts()
 
 
-def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monkeypatch):
+def test_a_text_beyond_the_models_context_fails_its_file(corpus, monkeypatch):
     corpus.write(a_txt=FOX, b_txt=KERN)
     original = corpus.engine.renderer.count_tokens
 
@@ -448,7 +448,7 @@ def test_a_text_that_the_model_cannot_take_is_a_failure_of_its_file(corpus, monk
     assert corpus.documents() == {"b.txt": KERN}
 
 
-def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus, monkeypatch):
+def test_a_moved_project_is_not_computed_again_and_names_its_place(corpus, monkeypatch):
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()
     corpus.docs.rename(corpus.root / "papers")
@@ -464,7 +464,7 @@ def test_a_moved_project_is_not_computed_twice_and_the_old_place_is_named(corpus
 # --- what is removed by hand ---
 
 
-def test_what_readers_note_is_in_the_report_of_the_run_that_read_the_file(corpus, monkeypatch):
+def test_readers_notes_are_in_the_report_of_their_run(corpus, monkeypatch):
     note = "page 3 has a picture and no text; run OCR on it"
     monkeypatch.setitem(READERS, ".manual", lambda data: iter([ParsedRecord("", FOX, {}, (), (note,))]))
     corpus.write(a_manual="anything")
@@ -497,7 +497,7 @@ def test_gc_of_orphans_takes_kv_ids_and_pins_and_nothing_else(corpus):
     assert set(corpus.engine.store.find_tier(DiskStore).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
 
 
-def test_a_text_that_a_frameworks_document_has_stays_when_the_index_lets_it_go(corpus):
+def test_a_text_shared_with_a_frameworks_document_outlives_the_index(corpus):
     documents = pytest.importorskip("langchain_core.documents")
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()

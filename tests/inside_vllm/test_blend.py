@@ -176,7 +176,7 @@ def test_ratio_one_gives_vllms_own_tokens(served):
         assert_same_answer(blended, plain, TOLERANCE)
 
 
-def test_what_asks_first_gives_them_as_well_where_all_that_is_not_exact_is_recomputed(served):
+def test_probing_first_equals_full_prefill_if_all_stale_tokens_are_recomputed(served):
     """With ratio 1, no token is left to be corrected."""
     _, llm = served
     prompt = plain_prompt()

@@ -140,7 +140,7 @@ def test_every_metric_that_dashboard_rules_autoscaling_and_operators_page_name_i
     assert names <= pod.metrics()
 
 
-def test_a_store_that_is_gone_takes_the_pod_out_and_a_cache_that_is_gone_does_not(pod, cache):
+def test_a_missing_store_makes_the_pod_unready_but_no_missing_cache(pod, cache):
     cache.kill()
     # Probes share answers that are some seconds old.
     wait_until(lambda: pod.probe("readinessProbe").json()["remote"] == "unreachable", 60, "the cache is missed")

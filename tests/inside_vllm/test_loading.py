@@ -64,7 +64,7 @@ def set_load_share(ours: Any, reference: Any, share: float) -> None:
         each.machine = machine(find_checkpoint("demo"), share, dict(each.machine.hardware))
 
 
-def test_reuse_is_refused_where_full_prefill_is_faster_and_vllm_answers_by_itself(engines, caplog):
+def test_reuse_slower_than_full_prefill_is_left_to_vllm(engines, caplog):
     ours, reference = engines
     with caplog.at_level(logging.WARNING), recorded_selections() as blended:
         found = [ours.generate(PROMPT, max_tokens=8) for _ in range(2)]
@@ -101,7 +101,7 @@ def test_a_request_that_names_its_ratio_is_not_refused(engines):
 
 
 @pytest.mark.parametrize("load_share", [0.3, 0.5, HIDING])
-def test_the_ratio_rises_to_what_hides_behind_loading_as_in_the_transformers_engine(engines, load_share):
+def test_the_ratio_rises_until_loading_hides_it_as_in_transformers(engines, load_share):
     ours, reference = engines
     set_load_share(ours, reference, load_share)
     found, theirs = (each.generate(PROMPT, rule="cacheblend", max_tokens=4).report for each in engines)

@@ -98,7 +98,7 @@ def test_ratio_one_is_full_prefill_also_after_cached_history(llm, renderer):
 
 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend"])
-def test_each_turn_is_asked_by_its_own_question_with_and_without_cached_history(llm, renderer, rule):
+def test_each_turn_is_probed_by_its_own_question(llm, renderer, rule):
     first, second, third, fourth = CHUNKS
     tail, wish = renderer.tail_ids, {"rule": rule, "ratio": 0.3}
     turn = [*PREFIX, *LABEL, *first, *second, *LONG, *tail]
@@ -128,12 +128,12 @@ def test_a_question_that_quotes_a_chunk_stays_fresh(llm, renderer):
     assert [chunk["num_tokens"] for chunk in got["chunks"]] == [70, 40]
 
 
-def test_a_prompt_that_ends_with_a_chunk_leaves_its_last_token_to_vllm(llm):
+def test_the_last_token_after_a_final_chunk_is_computed_by_vllm(llm):
     got = report(ask(llm, [*PREFIX, *LABEL, *CHUNKS[0]]))
     assert [(chunk["num_tokens"], chunk["hit"]) for chunk in got["chunks"]] == [(89, True)]
 
 
-def test_what_has_no_stored_chunk_or_no_plain_ids_is_left_alone_and_counted(llm):
+def test_prompts_without_stored_chunks_or_plain_ids_are_counted_and_left(llm):
     scheduler = connector_scheduler(llm.llm_engine)
     counts = watch_counts(scheduler)
     assert ask(llm, random_ids(60, 60)).kv_transfer_params is None

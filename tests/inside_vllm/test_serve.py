@@ -158,7 +158,7 @@ def test_an_openai_request_says_what_it_wishes(openai):
         assert report["recompute_ratio"] == wish.get("ratio", float(wish.get("mode") == "full"))
 
 
-def test_the_openai_client_streams_as_ever_and_with_the_report_where_it_asks(openai):
+def test_the_openai_client_streams_and_gets_the_report_on_request(openai):
     asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 8, "temperature": 0, "stream": True}
     # A stream without ragblend's parameters has no additional event: every event must have `choices[0]`.
     stream = openai.chat.completions.create(**asked)

@@ -267,7 +267,7 @@ def test_a_failing_blend_is_computed_by_vllm(serving):
     assert free_blocks(llm) == free
 
 
-def test_a_pass_that_fails_is_computed_by_vllm_for_all_who_shared_it(serving):
+def test_vllm_computes_every_request_of_a_failed_pass(serving):
     llm, _ = serving
     prompts = [prompt_of(STORED[:4], question) for question in range(3)]
     plain, free = [tokens(ask(llm, ids)) for ids in prompts], free_blocks(llm)

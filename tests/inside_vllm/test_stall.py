@@ -129,7 +129,7 @@ def stream_beside(llm: Any, ids: list[int], wanted: dict[str, Any], name: str, s
 
 
 @pytest.mark.parametrize("rule", ["cacheblend", "ask"])
-def test_a_stream_goes_on_while_a_blend_beside_it_is_read_from_a_slow_store(llm, rule):
+def test_a_stream_continues_while_a_blend_reads_a_slow_store(llm, rule):
     held = ask(llm, IDS, params(rule))
     with slow_disk() as slow:
         answer = stream_beside(llm, IDS, params(rule), f"blend-{rule}", slow)
@@ -142,7 +142,7 @@ def test_a_stream_goes_on_while_a_blend_beside_it_is_read_from_a_slow_store(llm,
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
-def test_a_stream_goes_on_while_chunks_are_looked_up_on_a_slow_disk(llm, mode, monkeypatch):
+def test_a_stream_continues_while_chunks_are_looked_up_on_slow_disks(llm, mode, monkeypatch):
     held = ask(llm, IDS, params("ask", mode))
     with slow_headers(llm, monkeypatch) as slow:
         answer = stream_beside(llm, IDS, params("ask", mode), f"headers-{mode}", slow)
@@ -161,7 +161,7 @@ def test_a_request_that_ends_while_it_is_looked_up_holds_nobody_up(llm, monkeypa
         assert slow.num_reads == 0
 
 
-def test_damage_met_while_others_go_on_starts_the_blend_again_without_the_chunk(llm):
+def test_damage_during_other_requests_restarts_the_blend_without_the_chunk(llm):
     with slow_disk(damaged_at=3) as slow:
         answer = stream_beside(llm, IDS, params("ask"), "damaged", slow)
     assert (report_of(answer)["num_chunk_hits"], report_of(answer)["num_damaged_entries"]) == (1, 1)
@@ -201,7 +201,7 @@ def test_an_engine_that_only_waits_does_not_spin(llm, slow_part, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["blend", "reuse"])
-def test_what_a_request_held_is_free_when_it_ends_and_not_at_the_next_garbage_collection(llm, mode):
+def test_a_requests_memory_is_free_when_it_ends(llm, mode):
     with slow_disk() as slow:
         slow.free()
         gc.disable()

@@ -139,7 +139,7 @@ def test_a_demanded_call_comes(chat, choice):
     assert [(each["name"], each["args"]) for each in summed.tool_calls] == [(call["name"], call["args"])]
 
 
-def test_what_is_left_to_the_model_may_be_text_and_results_are_read(chat):
+def test_unconstrained_answers_may_be_text_and_tool_results_are_read(chat):
     history = [
         HumanMessage(QUESTION),
         AIMessage("", tool_calls=[{"name": "look_up", "args": {"who": "George Keller"}, "id": "c1"}]),

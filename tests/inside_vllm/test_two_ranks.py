@@ -16,7 +16,7 @@ OPTIONS = SMALL | {"tensor_parallel_size": 2}
 
 
 @pytest.mark.timeout(1200)  # each rank imports vLLM
-def test_an_engine_of_two_ranks_leaves_nothing_behind_and_the_next_one_starts(tmp_path, monkeypatch):
+def test_an_engine_of_two_ranks_ends_without_traces(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     answers = []
     for num_new in (2, 0):  # the second engine finds on the disk what the first one stored

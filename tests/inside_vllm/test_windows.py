@@ -43,7 +43,7 @@ def test_vllm_turns_its_hybrid_cache_manager_off_for_the_connector(checkpoint):
     assert made.create_engine_config().scheduler_config.disable_hybrid_kv_cache_manager
 
 
-def test_a_model_that_is_all_windows_is_served_up_to_one_and_shares_its_store(windowed, tmp_path):
+def test_a_model_of_windows_only_is_served_up_to_one_window(windowed, tmp_path):
     ids = [*PREFIX, *CHUNKS[0], *CHUNKS[1], *QUESTION]
     with engine(windowed, tmp_path / "kv", disable_sliding_window=True, max_model_len=WINDOW) as llm:
         for chunk in CHUNKS:

@@ -261,7 +261,7 @@ def test_tools_and_a_schema_give_one_or_the_other(chat):
             jsonschema.validate(json.loads(message.content), SCHEMA)
 
 
-def test_a_tool_with_a_schema_that_cannot_be_followed_is_named_with_the_keyword(chat):
+def test_a_tool_with_an_unsupported_schema_is_named_with_its_keyword(chat):
     @tool
     def pick(which: set[str]) -> str:
         """Pick some."""

@@ -20,7 +20,7 @@ MUSIQUE = Path(__file__).parents[2] / "data" / "questions" / "musique_100.json"
 CASES = json.loads(MUSIQUE.read_text())[:4]  # of 100; ten passages each
 
 
-def test_every_chunk_is_a_hit_and_ratio_one_is_full_prefill_with_chunks_of_full_length(tmp_path):
+def test_every_chunk_hits_and_ratio_one_equals_full_prefill(tmp_path):
     """Random weights, 16,384 tokens of context, chunks of up to 512 tokens."""
     demo = find_model("demo")
     config = LlamaConfig.from_pretrained(demo, max_position_embeddings=16_384, num_hidden_layers=3, dtype="float32")

@@ -54,7 +54,7 @@ def runs(records):
 
 
 @pytest.mark.skipif(not GGUF.exists(), reason="no GGUF here: make real-model")
-def test_the_gguf_by_its_file_name_answers_as_the_folder_made_of_it_token_for_token(engine):
+def test_a_gguf_file_answers_as_the_folder_made_of_it(engine):
     texts = ["The lighthouse on Gull Rock was built in 1872.", "Maren keeps the logbook of every storm since 1901."]
     asked = (
         "When was the lighthouse built?",
@@ -81,7 +81,7 @@ def test_with_everything_recomputed_it_is_full_prefill(records):
         assert record.agreement == 1.0
 
 
-def test_the_default_rule_comes_closer_than_the_papers_and_much_closer_than_reuse(runs):
+def test_the_default_rule_is_closer_than_the_papers_and_than_reuse(runs):
     reuse, few, more, paper = (
         runs[each]["first_token_kl"] for each in (("none", 0.0), ("ask", 0.05), ("ask", 0.15), ("cacheblend", 0.15))
     )

@@ -72,7 +72,7 @@ counts = st.lists(st.integers(0, 60), min_size=5, max_size=5)
 
 
 @given(counts, st.floats(0.01, 0.99))
-def test_the_ratio_is_the_smallest_that_meets_the_target_as_every_larger_one_does(right, aim):
+def test_the_ratio_is_the_smallest_above_which_all_meet_the_target(right, aim):
     found = fit_ratio(AUTO, curve(*right), aim)
     met = [all(lower(count, 60) >= aim for count in right[place:]) for place in range(5)]
     assert found.meets_target == any(met)
@@ -87,7 +87,7 @@ def test_the_least_number_of_questions_is_enough_with_full_agreement(target):
 
 
 @pytest.mark.parametrize(("target", "num", "said"), [(0.98, 60, "189"), (0.98, 188, "189"), (0.9, 34, "35")])
-def test_too_few_questions_for_a_target_are_an_error_with_the_number_needed(target, num, said):
+def test_too_few_questions_for_a_target_are_an_error_with_a_number(target, num, said):
     with pytest.raises(UsageError, match=rf"^{num} questions are too few.* needs {said};"):
         check_target(target, num)
     check_target(target, int(said))

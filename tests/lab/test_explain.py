@@ -33,7 +33,7 @@ def explanation(engine):
     return explain(engine, PROMPT, rule="ask", recompute_ratio=0.3, max_tokens=6)
 
 
-def test_its_tokens_are_the_prompts_in_order_and_their_texts_read_as_the_prompt(engine, explanation):
+def test_explained_tokens_are_the_prompts_in_order(engine, explanation):
     matched = engine.match(PROMPT)
     assert [token.id for token in explanation.tokens] == matched.token_ids == engine.renderer.render(PROMPT)
     assert [segment.start for segment in explanation.segments] == [start for start, _, _ in matched.parts]
@@ -133,9 +133,7 @@ def test_attention_adds_up_to_the_reports_shares(explanation):
     assert sum(segment.attention for segment in explanation.segments) == pytest.approx(1, abs=1e-5)
 
 
-def test_deviations_are_those_of_the_store_and_of_the_answer_from_the_stock_models_kv(
-    engine, explanation, stock_model, tiny_model
-):
+def test_deviations_are_those_from_the_stock_models_kv(engine, explanation, stock_model, tiny_model):
     """The stored chunk is moved by the stock model itself: run behind the prefix, its positions shifted."""
     model, matched = stock_model("llama"), engine.match(PROMPT)
     prefix, run = matched.token_ids[: matched.num_prefix], matched.runs[2]
@@ -213,7 +211,7 @@ def test_characters_of_several_tokens_belong_to_the_last_one(renderer):
     assert renderer.token_texts([]) == []
 
 
-def test_a_comparison_blends_again_without_another_full_prefill_and_agrees_with_each_answer(engine, monkeypatch):
+def test_a_comparison_blends_again_without_another_full_prefill(engine, monkeypatch):
     options: dict[str, Any] = {"rule": "ask", "max_tokens": 6}
     compared = Comparison(engine, PROMPT, recompute_ratio=0.3, **options)
     modes: tuple[Mode, ...] = ("full", "prefix", "reuse", "blend")

@@ -111,7 +111,7 @@ def test_it_shows_states_figures_and_what_was_missed(explanation):
     assert "@media print" in html
 
 
-def test_without_attention_the_page_names_the_reason_and_offers_no_view_of_it(tiny_engine):
+def test_without_attention_the_page_gives_the_reason(tiny_engine):
     engine = tiny_engine("llama")
     engine.precompute(EVIL_CHUNKS[0])
     page = render_html(explain(engine, Prompt(EVIL_CHUNKS, "what?"), rule="random", max_tokens=2))
@@ -120,7 +120,7 @@ def test_without_attention_the_page_names_the_reason_and_offers_no_view_of_it(ti
     assert "Where the question looked" not in page
 
 
-def test_attention_on_the_page_is_that_of_its_tokens_also_if_the_first_chunk_is_stored_rounded(tiny_engine, tmp_path):
+def test_attention_on_the_page_is_that_of_its_tokens(tiny_engine, tmp_path):
     engine = tiny_engine("llama", open_store(tmp_path, kv_dtype="int8"))
     list(engine.precompute_all(CHUNKS))
     found = explain(engine, Prompt(CHUNKS, "what?"), rule="ask", max_tokens=2)
@@ -140,7 +140,7 @@ def test_twenty_thousand_tokens_make_a_page_of_a_few_megabytes(explanation):
     assert len(html) < 5 << 20
 
 
-def test_the_deviation_scale_is_a_round_number_that_nearly_all_tokens_stay_below(explanation):
+def test_the_deviation_scale_is_a_round_number_above_nearly_all_tokens(explanation):
     scale = deviation_scale(explanation)
     known = [token.deviation for token in explanation.tokens if token.deviation is not None]
     assert scale in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -148,7 +148,7 @@ def test_the_deviation_scale_is_a_round_number_that_nearly_all_tokens_stay_below
     assert deviation_scale(replace(explanation, segments=())) == 0.05
 
 
-def test_the_terminal_gets_a_line_per_run_and_one_for_the_short_texts_between_them(explanation):
+def test_the_terminal_has_a_line_per_run_and_per_gap(explanation):
     lines = explanation_lines(explanation)
     assert lines[0].endswith(explanation.answer)
     assert sum(line.endswith("   not in the store") for line in lines) == 1

@@ -58,7 +58,7 @@ def test_nothing_near_gives_nothing():
     assert find_near_texts([LEASE], "") == []
 
 
-def test_without_a_text_above_the_threshold_the_nearest_is_found_and_with_one_only_those_above():
+def test_the_nearest_text_is_found_if_none_is_above_the_threshold():
     part, less = " ".join(LEASE.split()[:6]), " ".join(OTHER.split()[:5])
     (near,) = find_near_texts([OTHER, LEASE], f"{part}. {less}.")
     assert (near.text, near.share < LEAST_SHARE) == (LEASE, True)

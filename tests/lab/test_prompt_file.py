@@ -60,7 +60,7 @@ def test_a_missing_file_is_named():
     [(DocumentKey("contracts", "lease"), "contracts/lease"), (DocumentKey("", "lease"), "lease"), (DocumentKey(), "")],
     ids=["collection and id", "id", "no id"],
 )
-def test_stored_chunks_are_named_by_their_documents_and_the_prompt_stays_the_same(tiny_engine, key, source):
+def test_stored_chunks_in_a_file_are_named_and_the_prompt_stays(tiny_engine, key, source):
     engine = tiny_engine()
     with open_registry(engine.store) as registry:
         registry.add([TEXT], key)

@@ -268,7 +268,7 @@ def test_arguments_that_would_do_nothing_are_refused(llm, vector_index, blend_in
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied, tmp_path, caplog):
+def test_a_copied_llm_answers_equally_and_shares_its_engine(copied, tmp_path, caplog):
     llm = BlendLLM(
         model="demo", store=str(tmp_path), max_tokens=4, engine_options={"memory_gib": 1}, recompute_ratio=0.5
     )
@@ -282,7 +282,7 @@ def test_a_copy_of_the_llm_answers_as_the_llm_and_shares_its_engine(copied, tmp_
     llm.engine.close()
 
 
-def test_an_engine_in_a_pipeline_is_refused_by_pickle_and_an_llm_is_taken(llm, tmp_path):
+def test_pickle_rejects_an_engine_in_a_pipeline_and_accepts_an_llm(llm, tmp_path):
     with pytest.raises(TypeError, match="TransformersEngine holds a model"):
         pickle.dumps(BlendIngestion(llm=llm.engine))
     with pytest.raises(TypeError, match="the engine of this"):

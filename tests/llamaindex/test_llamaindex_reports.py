@@ -93,7 +93,7 @@ def test_a_query_engines_response_has_the_report(mode, hits, calls, way, llm, in
     ("mode", "hits", "calls"),
     [("condense_plus_context", 2, 2), ("context", 2, 1), ("simple", 0, 1), ("condense_question", 2, 2)],
 )
-def test_a_chat_engines_response_has_the_report_and_its_rewriting_needs_no_chunk(mode, hits, calls, way, llm, index):
+def test_a_chat_engines_response_has_the_report_of_its_answer(mode, hits, calls, way, llm, index):
     engine = index.as_chat_engine(chat_mode=mode, llm=llm)
     check(chat(engine, way, QUESTION).metadata["ragblend"], hits, calls=1)
     response = chat(engine, way, "And when?")

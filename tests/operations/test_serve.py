@@ -52,7 +52,7 @@ def test_the_demo_model_is_served_on_loopback_over_an_absolute_store(tmp_path, m
     assert (config["mode"], config["prefix_ids"]) == ("blend", [1, 3])
 
 
-def test_reused_tokens_are_counted_and_blocks_on_a_cpu_are_small_unless_flags_say_otherwise(tmp_path):
+def test_reused_tokens_are_counted_and_cpu_blocks_are_small_by_default(tmp_path):
     command = launch(store=str(tmp_path)).command
     assert command.count("--enable-prompt-tokens-details") == 1
     assert value(command, "--block-size") == "32"

@@ -46,7 +46,7 @@ def ingest(run: CommandRunner) -> list[str]:
     return sorted(DiskStore("s", store_key=None).keys())
 
 
-def test_a_key_is_made_once_is_the_users_alone_and_is_never_shown(run, tmp_path):
+def test_a_key_is_made_once_for_its_user_and_never_printed(run, tmp_path):
     code, out, _ = run("init-key", "--json")
     path = Path(json.loads(out)["path"])
     assert (code, path) == (0, tmp_path / "config" / "ragblend" / "store.key")
@@ -82,7 +82,7 @@ def test_a_key_that_can_be_guessed_is_refused_without_being_shown(text, monkeypa
     assert not text or f"'{text}'" not in str(caught.value)
 
 
-def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(run, monkeypatch):
+def test_the_environments_key_overrides_the_files_and_may_be_long_text(run, monkeypatch):
     run("init-key")
     own = find_process_key()
     monkeypatch.setenv("RAGBLEND_STORE_KEY", "correct horse battery staple")
@@ -92,7 +92,7 @@ def test_the_environments_key_comes_before_the_files_and_a_long_text_is_a_key(ru
     assert said == StoreKey.parse("correct horse battery staple")
 
 
-def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run, tmp_path, monkeypatch):
+def test_only_the_user_names_the_key_file_and_never_a_folder(run, tmp_path, monkeypatch):
     made = write_key(tmp_path / "k.key")
     Path("ragblend.toml").write_text('store_key_file = "k.key"\n')
     assert find_process_key() is None
@@ -105,7 +105,7 @@ def test_the_file_of_a_key_is_named_by_the_user_and_not_by_a_folder(run, tmp_pat
         find_process_key()
 
 
-def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run):
+def test_a_store_from_before_its_key_is_unused_until_signed(run):
     keys = ingest(run)
     assert run("verify", *PLACE)[0] == 0
     run("init-key")
@@ -121,7 +121,7 @@ def test_a_store_from_before_the_key_is_not_used_is_named_and_can_be_signed(run)
     assert run.facts("ingest", "docs", *PLACE)["num_new_kv"] == 0
 
 
-def test_a_key_is_changed_without_trusting_what_the_old_one_did_not_sign(run, tmp_path):
+def test_a_new_key_does_not_trust_what_the_old_did_not_sign(run, tmp_path):
     run("init-key")
     keys = ingest(run)
     path = tmp_path / "config" / "ragblend" / "store.key"
@@ -207,7 +207,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "ragblend.toml",
      "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
-def test_a_pipe_a_folder_or_a_loop_in_place_of_a_file_is_named_and_no_command_hangs(run, kind, place):
+def test_a_key_file_that_is_no_file_is_an_error_without_hanging(run, kind, place):
     ingest(run)
     model = next(iter(DiskStore("s").models()))
     path = Path(place.format(model))

@@ -112,7 +112,7 @@ def test_added_tokens_that_are_ordinary_text_are_read_as_such(make_tokenizer):
 
 @pytest.mark.parametrize("name", ["chatml", "last", "strips", "one line", "merges"])
 @given(chunk=CONTENTS.map(str.strip).filter(bool), rest=CONTENTS)
-def test_the_ids_of_a_chunk_are_in_a_message_that_begins_with_it(name, chunk, rest, renderers):
+def test_a_chunks_ids_are_those_inside_a_message_beginning_with_it(name, chunk, rest, renderers):
     renderer = renderers[name]
     inner, prefix = renderer.chunk_ids(chunk), renderer.prefix_ids()
     ids = renderer.render(Prompt([Chunk(chunk)], f"{rest} end"))
@@ -176,7 +176,7 @@ def test_a_blank_text_has_no_ids(text, byte_level):
         assert renderer.count_tokens("") == 0
 
 
-def test_the_date_that_a_template_writes_is_todays_and_no_part_of_what_chunks_are_stored_after(byte_level, monkeypatch):
+def test_the_templates_date_is_todays_and_no_part_of_the_prefix(byte_level, monkeypatch):
     renderer, stored, read = byte_level["dated"], set(), set()
     for day in (datetime(2026, 11, 21), datetime(2026, 11, 22)):
         clock = type("Clock", (datetime,), {"now": classmethod(lambda cls, tz=None, day=day: day)})
@@ -241,7 +241,7 @@ def test_a_refused_system_turn_is_a_user_turn_wherever_it_is(turns, template, re
     assert places == sorted(places)
 
 
-def test_a_template_that_refuses_a_system_turn_gets_its_text_in_the_first_user_turn(byte_level):
+def test_a_template_without_system_turns_gets_the_text_in_the_question(byte_level):
     renderer = byte_level["refuses"]
     ids = renderer.render(Prompt(["one"], "what?", "be brief"))
     assert text_of(renderer, ids) == "<s><|im|>user\nbe brief\n\none\n\nwhat?<|end|>\n<|im|>assistant\n"
@@ -256,7 +256,7 @@ def test_a_template_that_takes_no_turns_is_an_error_with_its_words(template, mak
         )
 
 
-def test_a_template_that_requires_a_question_first_is_an_error_with_its_words(byte_level):
+def test_a_template_that_requires_a_question_first_is_an_error(byte_level):
     with pytest.raises(UsageError, match=r"rejects the turns .*take turns"):
         byte_level["merges"].render(Prompt.from_messages([("assistant", "Hello."), ("user", "what?")]))
 
@@ -273,7 +273,7 @@ def test_plain_text_gets_no_template(renderer, chat_renderer):
     assert renderer.added_ids[0] == (renderer._tokenizer.bos_token_id,)
 
 
-def test_a_tokenizer_that_also_adds_tokens_after_a_text_has_the_same_prefix(renderer):
+def test_a_tokenizer_that_appends_tokens_has_the_same_prefix(renderer):
     tokenizer = copy.deepcopy(renderer._tokenizer)
     start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

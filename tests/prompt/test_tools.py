@@ -126,7 +126,7 @@ arguments = st.dictionaries(st.text(max_size=4), json_values, max_size=3)
     cuts=st.lists(st.integers(0, 400), max_size=6),
     escaped=st.booleans(),
 )
-def test_calls_are_read_as_they_were_written_from_any_pieces_of_the_text(form, made, before, cuts, escaped):
+def test_calls_are_parsed_equally_from_any_pieces_of_the_text(form, made, before, cuts, escaped):
     if form.delimiter is None:
         made = made[:1]
     calls = [ToolCall(name, json.dumps(value, ensure_ascii=escaped)) for name, value in made]
@@ -167,7 +167,7 @@ def test_what_an_answer_is_held_to_follows_the_choice():
     assert structural_tag(LISTS, TOOLS, "auto")["structural_tag"]["format"]["triggers"] == ["[CALLS]"]
 
 
-def test_calls_have_ids_of_nine_letters_and_results_their_names_where_the_template_requires_them(make_tokenizer):
+def test_calls_have_short_ids_and_results_names_where_templates_require_them(make_tokenizer):
     """Mistral's templates refuse others."""
     strict = (
         "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"

@@ -17,7 +17,7 @@ def test_the_usual_prompt_has_chunks_then_a_question_behind_a_system_text():
     assert Prompt(["one"]).messages == (Message("user", "one"),)
 
 
-def test_turns_are_taken_as_tuples_or_as_messages_and_name_the_chunks_in_them():
+def test_turns_are_tuples_or_messages_and_name_their_chunks():
     assert Prompt.from_messages([Message("user", "hi")]) == Prompt.from_messages([("user", "hi")])
     prompt = Prompt.from_messages([("system", TWO), ("user", ["See: ", ONE, "what?"])], chunks=["in both"])
     assert [message.content for message in prompt.messages] == ["two", "See: one\n\nwhat?"]

@@ -95,14 +95,14 @@ def test_a_keys_file_that_others_may_read_is_refused(tmp_path):
         {"keys": {KEY: FACTS}, "more": 1},
     ],
 )
-def test_a_keys_file_that_says_something_else_is_refused_and_quotes_no_key(tmp_path, values):
+def test_an_invalid_keys_file_is_rejected_and_no_key_is_quoted(tmp_path, values):
     text = values if isinstance(values, str) else json.dumps(values)
     with pytest.raises(UsageError, match="neither TOML nor JSON" if values is text else None) as error:
         read_keys(keys_file(tmp_path, text))
     assert KEY not in str(error.value)
 
 
-def test_a_changed_keys_file_is_read_within_seconds_and_a_wrong_one_changes_nothing(tmp_path, monkeypatch, caplog):
+def test_a_changed_keys_file_counts_within_seconds_and_an_invalid_one_never(tmp_path, monkeypatch, caplog):
     def has(key: str) -> bool:
         return keys.current().grant_of(bearer(key)) is not None
 

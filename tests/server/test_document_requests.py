@@ -10,7 +10,7 @@ from ragblend.server.requests import read_deletion, read_documents
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_bodies_are_refused_with_a_short_reason_that_names_the_field_or_the_place(name):
+def test_hostile_bodies_are_rejected_with_a_short_reason_and_place(name):
     sent = HOSTILE[name]
     with pytest.raises(UsageError) as refused:
         read_deletion(sent.body) if sent.method == "DELETE" else read_documents(sent.body, sent.content_type, None)

@@ -161,9 +161,7 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
         assert not remote.contains(engine.key(Chunk(A, context="neutral")))
 
 
-def test_a_document_waits_while_its_stored_chunks_are_only_in_a_remote_tier_that_does_not_answer(
-    tmp_path, catalog, monkeypatch
-):
+def test_a_document_waits_while_its_chunks_remote_tier_is_down(tmp_path, catalog, monkeypatch):
     monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.1)
     reports = list[IngestReport]()
     with running(tmp_path, catalog, "one") as (one,):

@@ -82,7 +82,7 @@ def test_a_client_that_closes_an_upload_costs_one_line(caplog):
     assert [record.exc_info for record in caplog.records if record.name.startswith("ragblend")] == [None]
 
 
-def test_the_audit_log_has_every_change_whole_with_the_name_of_the_key(monkeypatch, caplog):
+def test_the_audit_log_has_every_change_with_its_keys_name(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "vllm")
     logged = vllm_log(monkeypatch, caplog)
     current_auth.set(AuthContext(Grant("acme", frozenset({"ingest"}), "the crawler")))

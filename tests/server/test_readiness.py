@@ -38,7 +38,7 @@ async def statuses_of(readiness: Readiness, app: Any) -> list[int]:
     return [message["status"] for message in sent if "status" in message]
 
 
-async def test_vllm_stops_after_the_last_answer_is_sent_and_new_prompts_are_refused():
+async def test_a_stopping_vllm_sends_its_answers_and_rejects_new_prompts():
     client, may_end, has_begun = EngineClient(), asyncio.Event(), asyncio.Event()
     readiness = Readiness(client, MemoryStore(0))
 
@@ -105,7 +105,7 @@ async def test_a_catalogue_that_does_not_answer_is_named(catalog, state, tmp_pat
     assert found == {"ready": True, "engine": "ok", "store": "ok", "remote": "none", "catalog": state}
 
 
-async def test_a_deleted_store_is_missing_also_after_a_write_has_created_its_folder_again(tmp_path, monkeypatch):
+async def test_a_deleted_store_is_missing_even_after_a_write_recreates_it(tmp_path, monkeypatch):
     monkeypatch.setattr(readiness_module, "_LASTS_S", 0.0)
     client = EngineClient()
     client.check_health = check_nothing

@@ -174,7 +174,7 @@ def test_a_server_accepts_every_request_of_many_short_texts(documents):
 
 
 @pytest.mark.parametrize("from_index", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_document_that_is_too_long_for_one_request_is_sent_in_parts(tmp_path, server, from_index, monkeypatch):
+def test_a_document_too_long_for_one_request_is_sent_in_parts(tmp_path, server, from_index, monkeypatch):
     """All of its chunks are stored, progress counts them, and a changed version replaces all of them."""
     monkeypatch.setattr(server_documents, "_BATCH_CHARS", most := 1000)
     monkeypatch.setattr(server_documents, "_DOCUMENT_CHARS", most)
@@ -327,7 +327,7 @@ def test_a_store_without_room_keeps_what_it_reports_as_stored(tmp_path, budget, 
         assert server.documents.get("", "kb", "10")["status"] == "stored"
 
 
-def test_a_full_disk_is_reported_and_documents_and_namespaces_are_removed_from_it(tmp_path):
+def test_a_full_disk_is_reported_and_removals_free_it(tmp_path):
     """Each deletion finds no byte free, also that of a pending document, which has no KV."""
     with small_disk(tmp_path / "small", "24m") as disk, serving(disk / "kv") as server:
         namespaces = ("", "acme")
@@ -433,7 +433,7 @@ def test_others_wait_while_one_process_stores_for_long(server, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [RagblendError("vLLM rejects the chunk: "), ValueError("no output"), OSError("pipe")])
-def test_what_an_engine_answers_while_it_stops_is_no_verdict_on_a_document(tmp_path, error):
+def test_a_stopping_engines_answer_does_not_fail_a_document(tmp_path, error):
     """Ten documents stay pending, the one that is being stored included, and are stored after the next start."""
     server = Server(tmp_path / "kv")
     has_begun, is_stopping = threading.Event(), threading.Event()
@@ -640,7 +640,7 @@ def test_each_change_of_documents_is_in_the_audit_log(server, caplog):
     ]
 
 
-def test_a_server_that_starts_without_its_catalogue_accepts_documents_when_it_is_back(tmp_path, monkeypatch):
+def test_a_server_started_without_its_catalogue_accepts_documents_after_the_outage(tmp_path, monkeypatch):
     made, is_down = served_documents.ChunkRegistry, True
 
     def connect(place: Any) -> Any:

@@ -47,7 +47,7 @@ def test_the_readme_is_read_in_a_few_minutes():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 140
 
 
-def test_the_docs_are_few_pages_and_each_begins_with_what_one_can_do_then():
+def test_the_docs_are_few_pages_and_each_begins_with_its_use():
     handwritten = [page for page in PAGES if page.parent.name == "docs" and page.name != "commands.md"]
     texts = {page.name: page.read_text(encoding="utf-8") for page in handwritten}
     assert len(texts) <= 17

@@ -30,6 +30,8 @@ WORDS = (
 OTHERS = {
     "is_cuda_alike",  # vLLM's
 }
+MAX_TEST_WORDS = 12
+"""Most words of a test's name after `test_`: a name says one law, and fits into a line of a list of failures."""
 UNFINISHED = (
     "tests/engine/store/",
     *(f"tests/faults/test_{name}.py" for name in ("full_disk", "ingest_faults", "kills", "planted_entries")),
@@ -88,6 +90,20 @@ def unwanted_sentences(pattern: str) -> list[str]:
         hits = (hit for hit in words.finditer(text) if (name, hit[0]) not in ALLOWED)
         found += [f"{name}:{text.count(chr(10), 0, hit.start()) + 1}: {hit[0]}" for hit in hits]
     return found
+
+
+def long_test_names(source: str) -> list[str]:
+    """The names of tests in `source` that have more than MAX_TEST_WORDS words."""
+    names = re.findall(r"^ *(?:async )?def test_(\w+)", source, re.MULTILINE)
+    return [name for name in names if len(name.split("_")) > MAX_TEST_WORDS]
+
+
+def test_names_of_tests_have_at_most_twelve_words():
+    found = {
+        path.relative_to(ROOT).as_posix(): long_test_names(path.read_text()) for path in ROOT.glob("tests/**/*.py")
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+    assert long_test_names(f"def test_{'_'.join(['word'] * 12)}():\nasync def test_{'_'.join(['word'] * 13)}():") != []
 
 
 @pytest.mark.parametrize("pattern", SENTENCES)

@@ -170,7 +170,7 @@ def test_the_test_workflow_makes_what_ci_makes():
     assert set(made) | set(called) <= {word for line in targets for word in line.split()} | {"test"}
 
 
-def test_the_workflow_of_newest_releases_runs_every_week_and_fails_with_its_tests():
+def test_the_workflow_of_newest_releases_runs_weekly_and_fails_with_its_tests():
     text = (ROOT / ".github" / "workflows" / "newest.yml").read_text(encoding="utf-8")
     assert yaml.safe_load(text)[True]["schedule"]  # YAML reads the key `on` as a boolean
     assert "run: make test-newest\n" in text

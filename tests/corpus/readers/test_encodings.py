@@ -98,7 +98,7 @@ def test_a_few_broken_bytes_do_not_turn_utf8_into_another_encoding():
     assert "shift-jis" in declared.notes[0]
 
 
-def test_a_file_with_a_mark_that_was_cut_is_read_up_to_there():
+def test_a_file_cut_inside_a_character_is_read_up_to_it():
     decoded = decode_text(GERMAN.encode("utf-16")[:-1])
     assert decoded == (GERMAN[:-1] + "\ufffd", ("1 place is not utf-16 and read as \ufffd",))
     with pytest.raises(UnreadableDocumentError, match=r"byte order mark of utf-16 and is no such text.*iconv"):

@@ -100,7 +100,7 @@ def test_what_is_no_mail_is_named():
         list(read_mbox(b"Subject: x\n\nFrom here on\n"))
 
 
-def test_each_mail_of_a_mailbox_is_a_document_and_a_broken_one_costs_itself():
+def test_each_mail_is_a_document_and_a_broken_one_fails_alone():
     mails = [
         b"Subject: one\n\ntext\n\nFrom here on, nothing.\n>From me\n\n",
         b"no mail\n\n",

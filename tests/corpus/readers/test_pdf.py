@@ -100,7 +100,7 @@ def test_glyphs_that_no_name_explains_are_noted(names, text, num):
     assert record.notes[0].startswith(f"page 2 has {characters} that the fonts do not name (read as \ufffd); if words")
 
 
-def test_a_hyphen_at_a_line_end_is_told_from_a_glyph_without_a_letter():
+def test_a_line_end_hyphen_differs_from_a_glyph_without_a_letter():
     record = read(make_pdf(lines("hyphen-", "ated O\\003ce"), font=font("/g1/g2/g3")))
     assert record.text == "hyphenated O\ufffdce"
 
@@ -126,7 +126,7 @@ def test_raised_and_lowered_digits_do_not_join_a_number(parts, text):
     assert read(make_pdf(f"BT 20 350 Td {rising(*parts)} ET")).text == text
 
 
-def test_a_raised_number_that_pdfium_puts_on_a_line_of_its_own_returns():
+def test_a_superscript_on_a_separate_line_returns_to_its_text():
     content = f"BT 1 0 0 1 20 350 Tm {rising(('Value 10', 0))} 1 0 0 1 66.7 357 Tm /F1 7 Tf (23) Tj ET"
     assert read(make_pdf(content)).text == "Value 10^23"
 
@@ -174,7 +174,7 @@ def test_form_values_have_their_names_and_notes_are_a_block():
     assert read(make_pdf(line("x"), annotations=[TENANT % "/TU(Name of tenant)"])).text == "x\n\nName of tenant: Alice"
 
 
-def test_a_note_that_quotes_the_page_and_what_is_hidden_are_left_out():
+def test_notes_that_quote_the_page_and_hidden_text_are_omitted():
     hidden = [TENANT % "/F 2", NOTE % ("FreeText", "Internal", "/F 2"), EMPTY]
     assert read(make_pdf(line("Lease"), annotations=hidden)).text == "Lease"
     assert read(make_pdf(line("Alice signs"), annotations=[TENANT % ""])).text == "Alice signs\n\ntenant: Alice"
@@ -186,7 +186,7 @@ def test_a_box_that_is_ticked_is_text(state, text):
     assert read(make_pdf(line("Form"), annotations=[BOX % state])).text == text
 
 
-def test_a_form_that_pdfium_does_not_read_is_noted_without_a_log_warning(caplog):
+def test_an_unreadable_form_is_a_note_and_no_log_warning(caplog):
     record = read(make_pdf(line("Please wait"), catalog="/NeedsRendering true/AcroForm<</Fields[]/XFA()>>"))
     assert record.text == "Please wait"
     assert record.notes[0].startswith("its form is of Adobe's type XFA")
@@ -420,13 +420,13 @@ def test_threads_read_at_once():
 # -- cleaning
 
 
-def test_a_hyphen_stays_between_a_prefix_and_a_conjunction_and_before_a_capital():
+def test_a_hyphen_stays_before_a_conjunction_and_before_a_capital():
     assert join_hyphens(["Ein-\nund Ausgabe", "A-\nB"]) == ["Ein- und Ausgabe", "A-\nB"]
     assert join_hyphens(["soft\xadly and Soft\xad\nly"]) == ["softly and Softly"]
     assert join_hyphens(["1990-\n1995"]) == ["1990-\n1995"]
 
 
-def test_accents_of_old_fonts_are_put_on_their_letters_and_quotation_marks_stay():
+def test_accents_of_old_fonts_join_their_letters_and_quotation_marks_stay():
     assert compose_accents(["Tank¨onyv, Alap´ıtv´any, fejleszt˝o, Fran¸cais, tr`es"]) == [
         "Tankönyv, Alapítvány, fejlesztő, Français, très"
     ]

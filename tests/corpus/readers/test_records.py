@@ -136,7 +136,7 @@ def test_vectors_and_pictures_are_left_out_and_named():
     assert "word word" in flatten({"a": "word " * 200}).text
 
 
-def test_an_object_of_settings_is_no_document_and_one_with_sentences_or_records_is():
+def test_an_object_is_a_document_if_it_has_sentences_or_records():
     for settings in ({"name": "x"}, {"compilerOptions": {"target": "es2022", "strict": True, "lib": ["dom"]}}, {}):
         with pytest.raises(NotADocumentError, match=r"holds settings or data.*`text_field='NAME'`"):
             parsed(settings)
@@ -202,7 +202,7 @@ def test_the_text_field_names_the_text():
     assert only(["a text"], "body").text == "a text"
 
 
-def test_a_record_without_the_text_field_is_named_with_the_fields_that_it_has():
+def test_a_record_without_the_text_field_is_named_with_its_fields():
     good, bad = parsed([{"body": "x"}, {"story": "y", "n": 1}], "body")
     assert isinstance(good, ParsedRecord)
     assert bad == UnreadableRecord("#1", "item 2 has no field 'body', but story, n; name another (`text_field`)")
@@ -217,7 +217,7 @@ def test_lines_are_read_by_the_text_field_too(tmp_path):
     assert [each.text for each in read(tmp_path, "b.jsonl", lines.encode("utf-16"), "body")] == ["x", "y"]
 
 
-def test_another_text_field_is_another_version_of_records_and_of_no_other_file():
+def test_another_text_field_changes_the_version_of_record_files_only():
     assert reader_version("/a.json", "body") != reader_version("/a.json") != reader_version("/a.json", "text")
     assert reader_version("/a.md", "body") == reader_version("/a.md")
 

@@ -94,7 +94,7 @@ def test_html_and_csv_that_are_called_xls_are_read(data, text):
     assert read(data).text == text
 
 
-def test_two_cells_at_the_ends_of_a_sheet_do_not_end_this_process():
+def test_two_distant_cells_of_a_sheet_do_not_end_the_process():
     far = cells("1") + '<row r="1048576"><c r="XFD1048576"><v>2</v></c></row>'
     with pytest.raises(UnreadableDocumentError, match=r"reading it (crashed|took too much memory)|cells, more than"):
         read(make_xlsx({"S": far}))

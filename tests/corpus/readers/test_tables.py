@@ -88,7 +88,7 @@ def test_a_first_line_names_the_delimiter():
     assert rows("sep=^\na^b\n1^2,3,4\n") == [{"a": "1", "b": "2,3,4"}]
 
 
-def test_a_table_is_a_paragraph_per_row_with_the_names_of_its_columns():
+def test_a_table_row_is_a_paragraph_with_its_column_names():
     (found,) = records("name;age\nAda;36\n;;\nAlan;41\nGrace;\n")
     assert found == ParsedRecord("", "name: Ada; age: 36\n\nname: Alan; age: 41\n\nname: Grace", {})
 
@@ -196,7 +196,7 @@ def test_a_text_may_be_longer_than_the_csv_module_allows():
     assert csv.field_size_limit() == limit
 
 
-def test_threads_read_long_texts_at_once_and_leave_the_limit_as_it_was():
+def test_threads_read_long_fields_at_once_and_restore_the_field_limit():
     limit, found = csv.field_size_limit(), []
     text = "text,n\n" + f"{'long ' * 40_000},1\n" * 5
 

@@ -278,7 +278,7 @@ def test_tools_are_shown_to_the_model_and_its_calls_are_read_here(url, script):
     assert [(call["name"], call["args"]) for call in message.tool_calls] == [("look_up", {"name": "George"})]
 
 
-def test_sampling_goes_to_the_server_by_vllms_names_and_what_is_not_said_does_nothing(client, script):
+def test_sampling_uses_vllms_names_and_unset_options_have_no_effect(client, script):
     client.generate(PROMPT, max_tokens=2)
     asked: dict[str, Any] = {
         "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": -0.5,
@@ -373,7 +373,7 @@ def test_events_skip_comments_and_other_fields():
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_exits_5_and_says_how_to_start_a_server_when_there_is_none(monkeypatch, capsys, tmp_path):
+def test_the_command_exits_5_with_the_server_command_if_none_runs(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("ragblend.engine.vllm.client.MAX_RETRIES", 0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["ragblend", "ask", "who?", "--backend", "http://127.0.0.1:9"])
@@ -431,7 +431,7 @@ def test_a_busy_server_is_asked_again_and_then_given_up(client, script):
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_server_that_dies_mid_stream_is_an_error_not_a_short_answer(client, script, after):
+def test_a_server_that_dies_during_a_stream_raises_an_error(client, script, after):
     script.answer = list("abcd")
     script.hang_up_after = after
     stream = client.stream(PROMPT)
@@ -539,7 +539,7 @@ def test_an_index_sends_its_documents_and_no_vectors(client, script, tmp_path):
     assert len(script.removed) == 1
 
 
-def test_chunks_that_the_server_lacks_are_sent_once_and_again_after_a_failure(url, script, monkeypatch, caplog):
+def test_missing_chunks_are_sent_once_and_again_after_a_failure(url, script, monkeypatch, caplog):
     monkeypatch.setattr("ragblend.engine.vllm.client._LOST_S", 0.1)
     script.report = BlendReport("blend", "ask", 0.05, chunks=[HIT, MISS], num_chunks=2, num_chunk_hits=1)
     script.states = ["unknown"] * 2  # the first batch is lost
@@ -602,7 +602,7 @@ def test_strict_is_checked_by_the_report(url, script, hits, is_right):
 # --- logs and closing ------------------------------------------------------------------------------------
 
 
-def test_a_server_that_has_none_of_the_chunks_is_said_once_after_three_requests(url, script, caplog):
+def test_a_server_without_the_chunks_is_reported_once_after_three_requests(url, script, caplog):
     script.answer, script.report = ["Kinport"], BlendReport("blend", chunks=[MISS, MISS])
     with load_engine("demo", backend=url, on_miss="inline") as engine:
         for number in range(5):
@@ -681,7 +681,7 @@ def test_a_client_is_an_engine(client):
     assert (engine.name, engine.context_length, engine.bytes_per_token) == ("demo", 512, 100)
 
 
-def test_settings_of_the_servers_store_are_refused_with_the_way_to_set_them(script, url):
+def test_settings_of_the_servers_store_are_rejected_with_a_fix(script, url):
     defaults = {"memory_gib": 2.0, "disk_gib": "auto", "remote": None, "kv_dtype": "auto"}
     load_engine("demo", backend=url, **defaults).close()  # what the command line passes when nothing is set
     for setting in ({"remote": "redis://cache:6379/0"}, {"disk_gib": 5.0}, {"disk_gib": 0}, {"memory_gib": 0.0}):

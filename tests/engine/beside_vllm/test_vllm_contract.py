@@ -107,7 +107,7 @@ def test_every_keyword_is_a_parameter(source):
     assert checked > 20
 
 
-def test_the_connector_has_what_the_base_class_demands_and_overrides_with_its_parameters(source):
+def test_the_connector_implements_the_base_class_with_its_parameters(source):
     base = source.definition(CONNECTOR_BASE, "KVConnectorBase_V1")
     assert isinstance(base, ast.ClassDef)
     theirs = _methods(base)

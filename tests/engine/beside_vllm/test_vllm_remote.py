@@ -63,7 +63,7 @@ def test_requests_that_want_the_same_chunk_fetch_it_once(tmp_path, made):
     assert values.calls == ["get"] * 3
 
 
-def test_a_remote_that_hangs_is_waited_for_no_longer_than_its_time_limit(redis_server, tmp_path, made):
+def test_a_hanging_remote_tier_delays_a_request_by_its_timeout_only(redis_server, tmp_path, made):
     proxy = TcpProxy(redis_server.port)
     proxy.mode = "hang"
     remote = open_remote(f"redis://127.0.0.1:{proxy.port}/0", timeout_s=0.3)

@@ -88,7 +88,7 @@ def test_only_chunks_of_the_requests_namespace_are_found(monkeypatch, tmp_path, 
     assert bool(asked) == (namespace in ("acme", "known"))
 
 
-def test_of_a_prompt_that_ends_with_a_chunk_the_last_token_is_computed(monkeypatch, tmp_path, tokenizer):
+def test_the_last_token_of_a_prompt_is_computed_after_a_final_chunk(monkeypatch, tmp_path, tokenizer):
     """vLLM samples the first token from the computed end of the prompt."""
     assert num_matched_tokens(monkeypatch, tmp_path, tokenizer, PROMPT, "acme") == 160
 

@@ -147,7 +147,7 @@ def test_attention_that_ours_cannot_follow_is_refused():
         reject_unsupported_attention(SimpleNamespace(**{**plain, "alibi_slopes": torch.ones(4)}))
 
 
-def test_a_backend_that_plans_all_calls_in_one_place_is_refused_with_the_flag():
+def test_a_backend_that_plans_calls_together_is_rejected_with_the_flag():
     class FlashInferImpl:
         alibi_slopes = None
 
@@ -238,7 +238,7 @@ def test_a_server_reports_the_fingerprint_of_its_revision(hub, tmp_path):
     ("connector", "given", "reserved"),
     [(CONNECTOR, None, 8 * 4096 * 2 * 8 * 128 * 2), (CONNECTOR, 1, 0), ("Other", None, 0)],
 )
-def test_vllms_kv_cache_on_a_gpu_leaves_room_for_the_layers_that_a_blend_holds(connector, given, reserved):
+def test_vllms_gpu_kv_cache_leaves_memory_for_the_layers_of_a_blend(connector, given, reserved):
     served = config(
         model={"get_num_kv_heads": lambda parallel: 8, "get_head_size": lambda: 128},
         kv_transfer_config=SimpleNamespace(kv_connector=connector),

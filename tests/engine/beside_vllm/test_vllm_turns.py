@@ -108,7 +108,7 @@ def test_a_tail_inside_a_chunk_ends_no_turn():
     assert turn_ends(prompt, TAIL, [run]) == [7, 8]
 
 
-def test_a_quotation_at_the_end_of_any_turn_is_part_of_its_question():
+def test_a_quotation_at_the_end_of_a_turn_belongs_to_its_question():
     """So a later prompt has the same runs as the prompt of the turn had."""
     chunk = tuple(range(10, 90))
     prompt = [9, *chunk, 8, *chunk[:20], *TAIL, 8, *chunk[:70], *TAIL, 8, *chunk[:20], *TAIL]

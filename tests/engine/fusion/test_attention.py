@@ -141,7 +141,7 @@ def test_scattered_rows_see_their_window_and_nothing_else_is_touched(rows, kv_he
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("start", [0, 10])
-def test_adjacent_rows_on_a_gpu_are_one_call_without_a_mask_and_its_result_is_equal(start, kv_heads, monkeypatch):
+def test_adjacent_rows_on_a_gpu_need_no_mask_for_an_equal_result(start, kv_heads, monkeypatch):
     """A CPU stands in for the GPU: torch then makes the mask itself."""
     monkeypatch.setitem(attention.BLOCK_ROWS, "cpu", 8)
     queries, kv = draw(5, list(range(start, 35)), kv_heads)

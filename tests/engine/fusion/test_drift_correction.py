@@ -63,7 +63,7 @@ def test_it_is_the_mean_of_the_process_that_the_reference_solves(tokens, num_rec
     assert not found[:, -2:].any()
 
 
-def test_ranks_with_some_of_the_heads_move_them_as_one_with_all_does():
+def test_ranks_with_some_heads_correct_drift_as_one_rank_does():
     values, recomputed = torch.randn(HEADS, 60, DIM), torch.arange(60) % 7 == 3
     (whole,) = fit(values, torch.arange(60) // 20, recomputed)
     moved = torch.randn(HEADS, int(recomputed.sum()), DIM)

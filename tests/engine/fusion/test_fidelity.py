@@ -65,9 +65,7 @@ def test_attention_shares_are_those_of_eager_attention(family, ratio, stock_mode
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["cacheblend", "cacheblend_k"])
 @pytest.mark.parametrize("family", INDEPENDENT)
-def test_mean_deviation_is_that_of_stored_kv_from_full_prefills_at_the_check_layer(
-    family, rule, stock_model, tiny_layers
-):
+def test_mean_deviation_compares_stored_kv_with_full_prefill_at_the_check_layer(family, rule, stock_model, tiny_layers):
     prompt, model = make_prompt(32), stock_model(family)
     outcome = blend(tiny_layers(family), prompt, 0.15, rule)
     report = BlendReport("blend", rule, 0.15)
@@ -119,7 +117,7 @@ def test_a_chunk_that_ends_the_prompt_leaves_its_last_token_exact():
     ],
     ids=["blend", "reuse", "no chunk", "full prefill", "refused"],
 )  # fmt: skip
-def test_the_line_of_a_report_counts_what_was_used_and_says_why_nothing_was(facts, line):
+def test_a_reports_line_counts_reused_chunks_and_gives_the_fallback_reason(facts, line):
     counts = {"num_chunks": 4, "num_chunk_hits": 3, "num_reused_tokens": 60, "num_recomputed_tokens": 5}
     report = BlendReport(**{"mode": "blend", "prompt_tokens": 90, "ttft_s": 0.033, **counts, **facts})
     assert report.summary() == f"{line}, first token after 33 ms"

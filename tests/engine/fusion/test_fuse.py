@@ -264,7 +264,7 @@ def test_chunks_of_any_length_are_exact_at_ratio_one(chunks, stock_model, tiny_l
 
 @pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
 @pytest.mark.parametrize("kind", ["the same chunk twice", "ends with a chunk"])
-def test_a_chunk_that_comes_twice_or_ends_the_prompt_agrees_with_the_reference(kind, ratio, stock_model, tiny_layers):
+def test_repeated_and_final_chunks_agree_with_the_reference(kind, ratio, stock_model, tiny_layers):
     """Placed twice; its last token computed."""
     prompt = make_prompt(4)
     if kind == "ends with a chunk":
@@ -382,7 +382,7 @@ def test_a_question_that_is_only_probed_changes_nothing_before_it(rule, hole, ti
 
 
 @pytest.mark.parametrize("rule", ["ask", "cacheblend"])
-def test_the_evidence_of_ranks_with_the_same_heads_adds_up_to_the_same_choice(rule, tiny_layers):
+def test_rule_inputs_summed_over_ranks_select_the_same_tokens(rule, tiny_layers):
     layers, prompt = tiny_layers("llama"), make_prompt(28)
     alone, three = (blend(layers, prompt, rule=rule, sum_over_ranks=sums) for sums in (None, lambda each: 3 * each))
     assert three.recomputed == alone.recomputed
@@ -443,7 +443,7 @@ def test_the_exact_chunk_is_never_recomputed(family, ratio, tiny_layers):
     assert_same_rows(outcome.fused, untouched.fused, exact)
 
 
-def test_rows_per_layer_charges_what_is_measured_and_the_layers_before_the_check(tiny_layers):
+def test_rows_per_layer_include_the_measured_rows_up_to_the_check_layer(tiny_layers):
     layers = tiny_layers("llama")
     result = blend(layers, make_prompt(18), 0.15, check_layer=2).result
     candidates, kept = sum(CHUNKS[1:]), 12  # ceil(0.15 * 74)

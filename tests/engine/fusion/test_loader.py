@@ -130,7 +130,7 @@ def test_chunks_placed_together_have_the_rows_of_chunks_placed_one_by_one(starts
     assert_same_kv(together, alone)
 
 
-def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_run(monkeypatch):
+def test_chunks_placed_together_share_one_rotation_per_layer(monkeypatch):
     fused, placed, written = destination(), [], []
     write = fused.write
     monkeypatch.setattr(
@@ -153,9 +153,7 @@ def test_chunks_placed_together_cost_one_rotation_per_layer_and_one_write_per_ru
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
-def test_eight_bits_in_memory_are_made_whole_by_the_reader_thread_and_placed_as_what_they_mean(
-    kv_dtype, together, monkeypatch
-):
+def test_eight_bit_kv_is_converted_by_the_reader_thread_before_placing(kv_dtype, together, monkeypatch):
     packed = convert_kv_dtype(make_chunk(0, 12, LAYERS), kv_dtype)
     whole = MemoryKV(dataclasses.replace(packed.header, kv_dtype=None), tuple(map(packed.layer, range(LAYERS))))
     expected, _ = load_all([Placement(whole, 3, exact=False)], together=together)
@@ -272,7 +270,7 @@ def test_layer_0_is_there_before_anything_was_read(together):
     assert [event.layer for event in timeline.load] == list(range(LAYERS))
 
 
-def test_every_layer_of_a_stored_chunk_is_read_and_the_chunk_is_promoted(tmp_path, monkeypatch):
+def test_a_stored_chunk_is_read_in_every_layer_and_promoted(tmp_path, monkeypatch):
     """The computed layer is read last, and leaving waits for it."""
     monkeypatch.setattr(loader_module, "DEPTH", 1)
     slow = SlowKV(make_kv(), delay_s=0.005)
@@ -321,7 +319,7 @@ def test_an_error_in_the_fusor_stops_the_reader_and_passes_through(num_waited, o
 
 
 @pytest.mark.parametrize("together", [False, True])
-def test_beside_what_is_in_memory_only_the_rest_is_computed_all_at_once(together):
+def test_layer_zero_of_kv_outside_memory_is_computed_in_one_pass(together):
     held, asked = make_kv(), []
     far = [SlowKV(make_kv(seed)) for seed in (2, 3)]
 

@@ -71,7 +71,7 @@ def test_packed_chunks_have_the_kv_of_chunks_prefilled_alone(tiny_layers, family
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(480, 640)), min_size=1, max_size=5), st.integers(0, 1 << 16))
 @example([600, 5], 0)
 @example([520, 3, 640], 0)
-def test_chunks_packed_in_any_order_and_length_have_the_kv_of_chunks_prefilled_alone(tiny_model, counts, seed):
+def test_packing_in_any_order_and_length_changes_no_chunks_kv(tiny_model, counts, seed):
     """Long before short too; each time in a model that has not yet seen long positions."""
     assert_packed_as_alone(TransformersLayers(tiny_model("llama")), counts, seed, atol=1e-4)
 
@@ -115,7 +115,7 @@ CHUNKS = [(number,) * 4 for number in range(10)]
 NBYTES = 4 * 2 * 2 * 6 * 4
 
 
-def test_every_chunk_is_answered_in_order_and_stored_once_known_ones_with_0_bytes():
+def test_chunks_are_reported_in_order_and_stored_once():
     store, known = Store(), {CHUNKS[1], CHUNKS[4]}
     chunks = [*CHUNKS[:6], CHUNKS[5]]
     nbytes = list(prefill_missing(chunks, lambda ids: ids not in known, made_kv, store.put, 8))

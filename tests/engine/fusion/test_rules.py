@@ -27,7 +27,7 @@ from ragblend.errors import UsageError
 ratios = st.floats(0, 1, allow_nan=False)
 
 
-def test_random_repeats_for_a_seed_changes_with_it_and_leaves_the_global_generator_alone():
+def test_rule_random_depends_on_its_seed_only():
     def scores(seed: int) -> torch.Tensor:
         return RULES["random"].score(RuleInputs(torch.arange(10, 17), seed=seed))
 
@@ -44,7 +44,7 @@ def test_a_rule_with_a_probe_reads_every_layer_of_a_shallow_model():
 
 
 @given(num_layers=st.integers(DEEP_MODEL_LAYERS, 130), global_layers=st.sets(st.integers(0, 129)))
-def test_of_a_deep_one_it_reads_the_middle_and_global_layers_alone_where_there_are_some(num_layers, global_layers):
+def test_the_probe_of_a_deep_model_reads_middle_global_layers(num_layers, global_layers):
     middle = RULES["ask"].probe_layers(num_layers)
     assert middle == tuple(range(middle[0], middle[-1] + 1))
     assert num_layers / 3 - 1 < middle[0] <= num_layers / 3

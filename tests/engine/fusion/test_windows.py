@@ -201,7 +201,7 @@ def test_what_no_other_text_reaches_is_stored_exactly(family, stock_model, tiny_
 # --- what rules read ---
 
 
-def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_are_none(tiny_layers):
+def test_rules_read_global_layers_or_windows_where_no_layer_is_global(tiny_layers):
     def reads(family: str, rule: str) -> tuple[int, tuple[int, ...]]:
         layers = tiny_layers(family)
         prompt = make_prompt()
@@ -218,7 +218,7 @@ def test_rules_read_global_layers_where_there_are_any_and_windows_where_there_ar
     assert reads("mistral_window", "cacheblend") == (1, ())
 
 
-def test_the_question_is_not_run_through_layers_behind_the_last_that_is_read():
+def test_the_probe_runs_no_layer_after_the_last_one_it_reads():
     counts = {"num_candidates": 200, "num_chunk_tokens": 200, "num_layers": 31}
     assert not is_probe_worthwhile(RULES["ask"], 0.05, 60, **counts)
     assert is_probe_worthwhile(RULES["ask"], 0.05, 60, **counts, global_layers=(0, 5, 15))
@@ -226,7 +226,7 @@ def test_the_question_is_not_run_through_layers_behind_the_last_that_is_read():
 
 
 @pytest.mark.parametrize("num_global", [1, 2])
-def test_where_only_early_layers_are_global_drift_correction_reads_the_deepest_probed_layer(num_global):
+def test_drift_correction_reads_the_deepest_probed_layer_without_later_global_ones(num_global):
     """In Qwen2 with windows the first layers are global, so the probe stops there: no later layer is loaded yet."""
     changes = {**FAMILIES["qwen2_window"][1], "num_hidden_layers": 8, "max_window_layers": num_global}
     stock = make_model(Qwen2ForCausalLM, **changes)

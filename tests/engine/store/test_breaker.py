@@ -21,7 +21,7 @@ def opened(clock: Clock, **options: float) -> CircuitBreaker:
     return breaker
 
 
-def test_failures_in_a_row_open_it_and_a_success_between_them_does_not():
+def test_the_circuit_opens_after_consecutive_failures_only():
     breaker = CircuitBreaker(threshold=2)
     for _ in range(5):
         breaker.record_failure()

@@ -354,7 +354,7 @@ def test_clean_spares_writers_that_may_be_alive(store):
 # --- disks that refuse ---
 
 
-def test_a_disk_that_fills_up_says_so_without_a_trace_and_keeps_every_entry_it_took(small, counted):
+def test_a_full_disk_is_an_error_that_keeps_every_earlier_entry(small, counted):
     store, taken = DiskStore(small), []
 
     def fill() -> None:
@@ -385,7 +385,7 @@ def test_a_read_only_disk_still_answers_and_says_what_to_do(small):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("step", ["fsync", "replace", "open"])
-def test_every_failing_step_of_a_put_is_a_clear_error_without_a_trace(tmp_path, monkeypatch, code, step):
+def test_every_failing_step_of_a_put_is_an_error_without_traces(tmp_path, monkeypatch, code, step):
     store, kv = DiskStore(tmp_path / "kv"), make_random_kv()
     store.put(make_random_kv(1))
 
@@ -569,7 +569,7 @@ def test_gc_removes_damaged_files_and_leftovers(store):
         store.gc(-1)
 
 
-def test_the_size_of_a_store_follows_what_others_write_and_outlives_its_folder(tmp_path):
+def test_a_stores_size_includes_the_writes_of_other_processes(tmp_path):
     """Also where no budget is kept: folders that did not change are not listed again."""
     store, other = DiskStore(tmp_path / "kv"), DiskStore(tmp_path / "kv", capacity_bytes=1 << 30)
     for number in range(3):

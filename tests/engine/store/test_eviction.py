@@ -78,7 +78,7 @@ def test_disk_evicts_the_least_recently_used(tmp_path, again):
     assert [store.contains(kv.header.key) for kv in kvs] == [True, False, True, True, True]
 
 
-def test_what_another_process_uses_is_not_evicted_by_one_that_did_not_see_it(tmp_path):
+def test_entries_that_another_process_uses_are_not_evicted(tmp_path):
     kvs = [make_kv(seed) for seed in range(5)]
     room = 4 * file_bytes(kvs[0], tmp_path) + 100
     store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
@@ -137,7 +137,7 @@ def test_a_put_under_a_budget_looks_at_no_other_entry(tmp_path, looks):
     assert looks.headers == []
 
 
-def test_without_a_listing_an_entry_is_written_to_a_disk_where_it_fits_whatever_is_stored(tmp_path, looks, monkeypatch):
+def test_an_entry_that_fits_is_written_without_listing_the_disk(tmp_path, looks, monkeypatch):
     """Of a disk that is less than half full, "auto" leaves as much free as it holds."""
     disk = SimpleNamespace(total=100 * MIB, free=80 * MIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
@@ -257,7 +257,7 @@ def test_threads_that_write_at_once_stay_within_the_budget(tmp_path):
     assert store.nbytes() <= store.capacity_bytes
 
 
-def test_of_two_threads_that_write_one_waits_and_they_do_not_take_the_same_room(tmp_path):
+def test_two_writing_threads_never_reserve_the_same_space(tmp_path):
     evictor = DiskEvictor(tmp_path, 1000, pinned=frozenset, evicted=lambda key: None)
     has_room = threading.Event()
 
@@ -327,7 +327,7 @@ def test_a_store_grows_until_it_holds_as_much_as_it_leaves_free(small):
     assert store.limit_bytes() == pytest.approx(store.nbytes(), abs=2 * size)
 
 
-def test_a_store_that_is_larger_than_its_limit_would_be_loses_only_the_room_of_what_comes(small):
+def test_a_store_above_a_lowered_limit_evicts_only_for_new_entries(small):
     """A store from before there was a limit: three quarters of the disk."""
     before = DiskStore(small / "kv", fsync=False)
     number = put_until(before, lambda: before.nbytes() >= 6 * MIB)
@@ -344,7 +344,7 @@ def test_a_store_that_is_larger_than_its_limit_would_be_loses_only_the_room_of_w
     assert store.nbytes() <= before.nbytes() <= 6 * MIB + kv_of(0).nbytes + 4096
 
 
-def test_others_who_fill_the_disk_end_its_growth_and_take_nothing_of_it(small, fill):
+def test_other_programs_that_fill_the_disk_evict_no_entry(small, fill):
     store = auto(small)
     number = put_until(store, lambda: store.nbytes() >= 2 * MIB)
     held = len(list(store.keys()))
@@ -405,7 +405,7 @@ STEPS = st.lists(
 )
 
 
-def test_a_put_takes_no_more_than_its_own_room_and_grows_only_into_the_free_half(small, fill):
+def test_a_put_evicts_its_own_size_and_grows_into_free_space(small, fill):
     @settings(deadline=None, max_examples=40)
     @given(steps=STEPS)
     def hold(steps: list[tuple[str, int]]) -> None:

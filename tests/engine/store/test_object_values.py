@@ -75,7 +75,7 @@ def _reads(values: ByteStore) -> bool:
         return False
 
 
-def test_rejected_credentials_are_named_by_the_servers_words_and_the_secret_is_nowhere(monkeypatch):
+def test_rejected_credentials_are_reported_without_the_secret(monkeypatch):
     answer = b"HTTP/1.1 403 Forbidden\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b"
     server = TalkingServer(lambda words: [answer % (len(DENIED), DENIED)], is_http=True)
     point_s3_at(server.port, monkeypatch)
@@ -134,7 +134,7 @@ def test_google_and_azure_are_opened_by_what_s3_brings(url, monkeypatch):
     assert open_remote(url).values.url == url
 
 
-def test_an_object_is_written_by_one_request_so_a_killed_writer_leaves_no_parts(s3):
+def test_a_killed_writer_leaves_no_parts_because_objects_are_one_request(s3):
     import boto3
 
     values = open_remote("s3://objects/kv", timeout_s=60).values
@@ -151,7 +151,7 @@ def write_again_and_again(url: str, started: Path) -> None:
         started.touch()
 
 
-def test_a_writer_killed_in_the_middle_of_a_put_leaves_a_whole_object_and_nothing_else(tmp_path):
+def test_a_writer_killed_during_a_put_leaves_only_whole_objects(tmp_path):
     """10 kill -9 of a process that writes 4 MiB into a folder again and again."""
     url = f"file://{tmp_path}/shared"
     values = open_remote(url, timeout_s=60).values

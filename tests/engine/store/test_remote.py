@@ -172,7 +172,7 @@ def test_failures_are_counted_for_as_long_as_it_is_down():
     assert values.calls.count("get") == 3
 
 
-def test_many_are_asked_for_in_few_round_trips_and_no_more_once_it_is_down():
+def test_many_keys_need_few_round_trips_and_none_during_an_outage():
     values = DictValues()
     store = RemoteStore(values, breaker=quick_breaker(threshold=1))
     keys = [f"{number:032x}" for number in range(1000)]
@@ -260,7 +260,7 @@ def test_a_delete_that_reaches_nobody_is_an_error():
 
 
 @pytest.mark.parametrize("mode", ["hang", "drip", "refuse", "cut"])
-def test_a_redis_that_misbehaves_takes_its_time_limit_once_and_never_breaks_a_get(redis_server, mode):
+def test_a_misbehaving_redis_costs_one_timeout_and_never_fails_a_get(redis_server, mode):
     """8 gets, side by side, of 4 KiB values over a broken line; then the line is mended."""
     proxy = TcpProxy(redis_server.port)
     url, limit_s = f"redis://127.0.0.1:{proxy.port}/2", 1.0
@@ -374,7 +374,7 @@ def test_what_is_no_url_is_named_with_what_to_type(url, said):
         open_remote(url)
 
 
-def test_passwords_stay_out_of_messages_and_nothing_is_asked_before_it_is_needed():
+def test_passwords_stay_out_of_messages_and_connections_open_at_first_use():
     url = f"redis://user:geheim@127.0.0.1:{free_port()}/0?socket_timeout=1"
     assert redact_url(url) == f"redis://***@{url.partition('@')[2].partition('?')[0]}"
     store = open_remote(url)

@@ -63,7 +63,7 @@ def within(seconds: float, memory_bytes: int | None = None) -> Iterator[None]:
 # --- time ---
 
 
-def test_a_request_waits_once_for_all_its_chunks_however_many_and_however_slow_they_come():
+def test_a_request_waits_one_timeout_for_all_its_chunks():
     """40 chunks from a server that takes 0.2 s for each, 8 at a time: what has come after 0.5 s is used, the rest not
     asked for again."""
     values, kvs = SlowValues(), [make_kv(seed) for seed in range(40)]
@@ -122,7 +122,7 @@ def test_a_server_that_always_answers_but_too_late_is_left_alone(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["delay", "drip", "hang"])
-def test_one_call_of_redis_ends_at_its_time_limit_however_the_bytes_come(redis_server, proxy, mode):
+def test_a_redis_call_ends_at_its_timeout_however_slow_the_bytes(redis_server, proxy, mode):
     """A socket's own time limit begins anew with every byte."""
     kv = make_kv(1, tokens=40)
     writer = RedisValues(redis_server.url, 5.0)
@@ -159,7 +159,7 @@ def endless(head: bytes) -> Iterator[bytes]:
         yield bytes(1 << 20)
 
 
-def test_a_value_of_redis_without_an_end_is_given_up_at_the_size_of_the_largest(talking, monkeypatch):
+def test_reading_an_endless_redis_value_stops_at_the_largest_entrys_size(talking, monkeypatch):
     monkeypatch.setattr(remote_redis, "_MAX_REPLY_BYTES", 4 << 20)
 
     def reply(words: list[bytes]) -> Iterable[bytes]:
@@ -191,7 +191,7 @@ def test_other_lies_about_sizes_are_failures_too(said, talking):
         values.get("a" * 32)
 
 
-def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_read(talking, monkeypatch):
+def test_an_object_that_announces_a_terabyte_is_rejected_unread(talking, monkeypatch):
     pytest.importorskip("obstore", reason="obstore is not installed: pip install 'ragblend[s3]'")
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % TERABYTE
     port = talking(lambda words: endless(head), is_http=True)
@@ -203,7 +203,7 @@ def test_an_object_that_is_announced_with_a_terabyte_is_refused_before_it_is_rea
         values.get("a" * 32)
 
 
-def test_a_file_that_is_larger_than_any_value_is_refused_before_it_is_read(tmp_path):
+def test_a_file_larger_than_any_entry_is_rejected_unread(tmp_path):
     values = ObjectValues(f"file://{tmp_path}", 5.0)
     values.put("ab", b"x")
     values.max_value_bytes = 10

@@ -242,7 +242,7 @@ def test_an_entry_deleted_while_it_is_read_does_not_come_back(disk):
 
 
 @pytest.mark.parametrize("is_archived", [False, True])
-def test_damage_is_an_error_then_a_miss_or_healed_from_the_tier_below_and_never_moves_up(disk, tmp_path, is_archived):
+def test_damage_is_a_miss_or_healed_from_below_and_never_promoted(disk, tmp_path, is_archived):
     memory, archive, kv = MemoryStore(10_000), DiskStore(tmp_path / "archive", fsync=False), make_kv()
     tiers = TieredStore(memory, disk, archive) if is_archived else TieredStore(memory, disk)
     for tier in tiers.tiers[1:]:
@@ -377,7 +377,7 @@ def test_no_request_in_one_namespace_ever_reads_anothers_entry(steps):
 # --- reading ---
 
 
-def test_an_entry_of_the_remote_moves_into_memory_at_once_and_onto_disk_behind_the_readers_back(tiers):
+def test_a_remote_hit_is_in_memory_at_once_and_on_disk_later(tiers):
     kv = make_kv(num_layers=3)
     writer = RemoteStore(tiers.values)
     writer.put(kv)
@@ -538,7 +538,7 @@ def test_without_the_remote_the_local_tiers_go_on(tiers):
     assert tiers.store.counters.num_dropped == 10
 
 
-def test_a_delete_reaches_the_local_tiers_and_says_that_the_remote_keeps_it(tiers):
+def test_a_local_delete_reports_that_the_remote_tier_keeps_the_entry(tiers):
     kv = make_kv()
     tiers.store.put(kv)
     assert tiers.store.flush(10)

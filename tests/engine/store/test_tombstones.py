@@ -70,7 +70,7 @@ def in_memory(store: TieredStore) -> set[str]:
     return set(store.find_tier(MemoryStore).keys())
 
 
-def test_every_machine_deletes_what_one_deletes_and_one_that_was_down_does_at_its_start(remotes, tmp_path):
+def test_every_machine_applies_a_deletion_even_one_that_was_down(remotes, tmp_path):
     one, up, down = (machine(tmp_path / name, remotes()) for name in ("one", "up", "down"))
     for store in (one, up, down):
         for kv in KVS:
@@ -110,7 +110,7 @@ def test_what_is_stored_again_after_a_deletion_stays(remotes, tmp_path):
 
 
 @pytest.mark.parametrize("days", [100, -100])
-def test_what_one_process_stores_after_another_applied_a_deletion_to_the_disk_stays(remotes, tmp_path, days):
+def test_an_entry_stored_after_an_applied_deletion_stays(remotes, tmp_path, days):
     """Whatever time the file system gives to files."""
     one, applying, storing = (machine(tmp_path / name, remotes()) for name in ("one", "two", "two"))
     storing.put(KVS[0])
@@ -175,7 +175,7 @@ def test_a_write_that_ends_after_the_deletion_does_not_stay(tmp_path):
     assert on_disk(two) == in_memory(two) == set()
 
 
-def test_an_entry_that_arrives_between_the_deletion_and_its_tombstone_does_not_stay(remotes, tmp_path, monkeypatch):
+def test_an_entry_between_a_deletion_and_its_tombstone_is_deleted(remotes, tmp_path, monkeypatch):
     one, two = (machine(tmp_path / name, remotes()) for name in ("one", "two"))
     publish = tombstones.Tombstones.publish
 
@@ -211,7 +211,7 @@ def test_a_recent_fetch_does_not_bring_back_what_was_deleted(tmp_path):
         store.close()
 
 
-def test_a_tombstone_that_the_remote_tier_lost_is_put_back_by_who_applied_it(server, tmp_path):
+def test_a_lost_tombstone_is_restored_by_a_machine_that_applied_it(server, tmp_path):
     """Redis without persistence, killed: a machine that was down the whole time still learns of it."""
     remote = open_remote(server.url, timeout_s=5)
     up, down = (machine(tmp_path / name, remote) for name in ("up", "down"))
@@ -287,7 +287,7 @@ def test_a_machine_that_missed_tombstones_deletes_what_the_remote_tier_lacks(rem
     assert on_disk(again) == {*keys_of(0, 4, 5)}
 
 
-def test_a_poll_lists_the_tombstones_since_the_one_before_and_every_few_seconds_all(remotes, tmp_path, monkeypatch):
+def test_polls_list_new_tombstones_and_periodically_all(remotes, tmp_path, monkeypatch):
     """So the cost of an addition does not depend on how many tombstones there are."""
     remote, listed = remotes(), list[int]()
     store, other = machine(tmp_path / "one", remote), machine(tmp_path / "two", remotes())

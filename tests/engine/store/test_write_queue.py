@@ -75,7 +75,7 @@ def test_what_a_target_refuses_is_not_owed():
     assert (queue.num_dropped, queue.nbytes) == (1, 0)
 
 
-def test_a_chunk_that_never_arrives_is_not_in_the_way_of_the_others(monkeypatch):
+def test_a_chunk_that_never_arrives_does_not_block_the_queue(monkeypatch):
     monkeypatch.setattr(write_queue, "RETRY_S", 0.001)
     kvs, written = [make_kv(seed) for seed in range(4)], []
 
@@ -181,7 +181,7 @@ def test_it_holds_back_while_told_to():
     assert len(gate.written) == 1
 
 
-def test_close_drains_within_its_limit_counts_the_rest_and_lets_the_queue_live():
+def test_close_drains_the_queue_within_its_limit_and_counts_the_rest():
     gate = Gate()
     queue = WriteQueue(gate, 10_000, "test")
     for seed in range(3):
@@ -226,7 +226,7 @@ def test_its_thread_ends_when_there_is_nothing_to_do(monkeypatch):
     assert len(gate.written) == 2
 
 
-def test_a_process_that_ends_writes_what_is_queued_and_is_not_held_up_by_a_dead_target():
+def test_an_ending_process_writes_its_queue_without_waiting_for_dead_targets():
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
         "from tier_support import make_kv\n"

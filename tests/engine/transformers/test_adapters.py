@@ -131,7 +131,7 @@ def test_an_adapter_by_its_own_name_brings_its_base(saved, adapter, tmp_path):
     assert "LlamaForCausalLM" in CliRunner().invoke(app, ["doctor", "--model", str(adapter)]).output
 
 
-def test_a_loaded_peft_model_is_fingerprinted_with_its_adapter_and_fails_if_it_is_switched(saved, adapter):
+def test_a_peft_models_fingerprint_has_its_adapter_and_switching_it_fails(saved, adapter):
     tokenizer = AutoTokenizer.from_pretrained(saved)
     model = peft.PeftModel.from_pretrained(load(saved), str(adapter)).eval()
     again = peft.PeftModel.from_pretrained(load(saved), adapter)

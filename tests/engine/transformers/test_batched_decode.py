@@ -37,7 +37,7 @@ def alone(layers: TransformersLayers, ids: Sequence[int], fused: FusedKV) -> tor
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_prompts_of_any_lengths_get_the_logits_and_the_kv_that_each_gets_alone(family, tiny_layers):
+def test_batched_answers_have_the_logits_and_kv_of_separate_ones(family, tiny_layers):
     layers, draw = tiny_layers(family), torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=draw) for length in LENGTHS]
     ours, theirs = ([prefilled(layers, ids) for ids in prompts] for _ in range(2))

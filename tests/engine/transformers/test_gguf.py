@@ -128,7 +128,7 @@ def test_a_revision_of_a_file_is_refused(file):
         load_engine(str(file), revision="v2")
 
 
-def test_a_scaled_rope_that_transformers_leaves_out_is_refused_until_it_is_given(parts, tmp_path):
+def test_a_scaled_rope_that_transformers_drops_is_rejected_until_it_is_configured(parts, tmp_path):
     file = write_gguf(tmp_path / "scaled.gguf", *parts, rope_freqs=True)
     with pytest.raises(UnsupportedModelError, match=r"scaled RoPE \(rope_freqs.weight\), which transformers does not"):
         load_engine(str(file))

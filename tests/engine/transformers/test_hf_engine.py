@@ -140,7 +140,7 @@ def script(monkeypatch: pytest.MonkeyPatch, answer: list[int]) -> None:
     monkeypatch.setattr(generation, "Sampler", Scripted)
 
 
-def test_the_models_end_token_ends_the_answer_and_is_not_part_of_it(engine, monkeypatch):
+def test_the_end_token_ends_the_answer_and_is_not_in_it(engine, monkeypatch):
     ids = engine.renderer.text_ids("the answer")
     script(monkeypatch, [*ids, 2])
     result = engine.generate(PROMPT)
@@ -254,7 +254,7 @@ def test_a_process_that_ingested_and_later_ones_reuse_the_same_tokens(system, tm
     assert reports[0][0] > 0
 
 
-def test_the_last_token_is_not_counted_as_reused_when_a_chunk_ends_the_prompt(engine):
+def test_the_last_prompt_token_is_never_counted_as_reused(engine):
     """It is computed, because its logits are the answer."""
     joint = len(engine.renderer.separator_ids)
     report = engine.generate(Prompt(CHUNKS[:2]), mode="reuse", max_tokens=1).report
@@ -308,7 +308,7 @@ def test_the_default_rule_gives_way_where_asking_the_question_does_not_pay(engin
     assert run("what is that answer to the question? " * 20, DEFAULT_RULE).rule == DEFAULT_RULE
 
 
-def test_the_text_after_the_last_chunk_is_probed_where_the_question_comes_before_it(tiny_engine, chat_renderer):
+def test_the_probe_takes_the_text_after_the_last_chunk(tiny_engine, chat_renderer):
     engine = holding_chunks(tiny_engine("llama", renderer=chat_renderer))
     first = Prompt.from_messages([("user", ["what is the other theory?\n\n", *CHUNKS])])
     request = engine.request(first, rule="ask", recompute_ratio=0.3)
@@ -354,7 +354,7 @@ def test_the_prefix_match_is_exact_only_for_the_prompts_own_prefix(tiny_engine):
     assert unknown.chunks[0].prefix_match is None
 
 
-def test_a_chunk_behind_an_approximate_prefix_is_not_exact_so_ratio_one_still_is(tiny_engine, stock_model):
+def test_a_chunk_after_an_approximate_prefix_is_not_exact(tiny_engine, stock_model):
     engine = tiny_engine("llama", system="be brief")
     engine.precompute(CHUNKS[0])
     prompt = Prompt(CHUNKS[:1], "what?", "something else entirely")
@@ -379,7 +379,7 @@ PARTS = {  # text of a prompt; tokens that LONG has before the run, the prompt b
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "deepseek_v2"])
 @pytest.mark.parametrize(("text", "place", "is_exact"), PARTS.values(), ids=PARTS)
-def test_a_part_of_a_chunk_is_exact_only_as_its_beginning_right_behind_the_prefix(
+def test_a_partial_chunk_is_exact_only_directly_after_the_prefix(
     text, place, is_exact, family, tiny_engine, stock_model
 ):
     engine, prompt = tiny_engine(family), Prompt.from_messages([("user", text)])
@@ -448,7 +448,7 @@ def test_a_full_store_costs_speed_but_no_answer(tiny_engine):
     engine.wait_for_precompute()  # the error is raised once
 
 
-def test_a_named_chunk_that_begins_like_a_stored_one_is_stored_for_the_next_time(tiny_engine):
+def test_a_named_chunk_with_a_stored_beginning_is_stored_as_well(tiny_engine):
     """What it shares is reused at once, the rest is a miss."""
     engine = tiny_engine("llama", on_miss="store")
     engine.precompute(CHUNKS[0])
@@ -586,7 +586,7 @@ def test_a_conversation_from_full_prefill_serves_a_blend(chat_engine, stock_mode
     assert_full_prefill(found, stock_model("llama"), chat_engine.renderer.render(second))
 
 
-def test_rows_of_another_conversation_may_end_inside_of_a_run_whose_rest_is_placed(chat_engine, stock_model):
+def test_resident_rows_may_end_inside_a_run_whose_rest_is_placed(chat_engine, stock_model):
     conversation = Conversation()
     begun = CHUNKS[1].text[:60]  # the other conversation has no more of this chunk
     other = Prompt.from_messages([("user", [CHUNKS[0], f"{begun}!", "what is that?"])])
@@ -640,7 +640,7 @@ HALF = "half \ud83d emoji"
         ),
     ],
 )
-def test_half_a_character_in_a_prompt_is_named_with_its_position_and_the_fix(engine, what, prompt):
+def test_a_lone_surrogate_in_a_prompt_is_named_with_its_position(engine, what, prompt):
     message = rf"{what} holds a lone surrogate, U\+D83D at character 5 .*encode\(\"utf-8\", \"replace\"\)"
     for ask in (engine.generate, engine.stream, partial(explain, engine)):
         with pytest.raises(UsageError, match=message):
@@ -691,7 +691,7 @@ def test_a_stream_whose_engine_is_closed_ends_quietly(tiny_engine, monkeypatch, 
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_threads_that_miss_the_same_chunks_store_each_once_for_the_next_time(tiny_engine):
+def test_threads_that_miss_the_same_chunks_store_each_once(tiny_engine):
     engine = tiny_engine("llama", on_miss="store")
     with ThreadPoolExecutor(4) as pool:
         missed = list(pool.map(lambda _: engine.generate(PROMPT, max_tokens=2).report.num_chunk_hits, range(4)))

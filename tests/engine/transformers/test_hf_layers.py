@@ -264,7 +264,7 @@ def test_a_wrong_mask_is_found(too_many, found, tiny_model, monkeypatch):
 
 
 @pytest.mark.parametrize(("family", "made"), [("llama", 2 * 64 * 32), ("deepseek_v3", 64 * (24 + 8))])
-def test_kv_share_is_the_share_of_parameters_that_makes_keys_and_values_or_the_latent(family, made, tiny_layers):
+def test_kv_share_is_the_parameter_share_of_keys_and_values(family, made, tiny_layers):
     layer = tiny_layers(family).model.model.layers[0]
     assert tiny_layers(family).kv_share == pytest.approx(made / sum(p.numel() for p in layer.parameters()))
 
@@ -311,7 +311,7 @@ def forward_with(own: type, name: str, calls: set[tuple[str, str]]) -> Any:
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_a_model_and_its_layers_get_the_cache_under_the_name_that_their_classes_have(name, tiny_model):
+def test_the_cache_argument_has_the_name_that_the_models_class_expects(name, tiny_model):
     """transformers 5.24 renamed the argument; code that comes with a checkpoint may have either name."""
     model, calls = tiny_model("llama"), set()
     for module in (model, *model.model.layers):
@@ -334,7 +334,7 @@ def test_a_model_keeps_its_own_eager_attention_after_another_is_loaded(loaded_la
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-def test_logits_of_some_tokens_are_those_of_all_where_layers_drop_the_others(stock_model, tiny_layers):
+def test_logits_of_some_tokens_equal_those_of_all(stock_model, tiny_layers):
     """Gemma 4's layers without own KV run only tokens whose logits are kept, the last ones."""
     ids = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():

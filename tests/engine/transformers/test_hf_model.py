@@ -114,7 +114,7 @@ def test_what_does_not_change_the_kv_leaves_the_fingerprint(copied):
     assert fingerprint(copied) == before
 
 
-def test_the_code_of_a_model_that_brings_its_own_is_part_of_it(copied):
+def test_a_custom_models_code_is_part_of_its_fingerprint(copied):
     change_config(copied, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
     (copied / "modeling_own.py").write_text("scale = 1")
     before = fingerprint(copied)
@@ -143,7 +143,7 @@ def test_a_checkpoint_without_safetensors_is_refused(copied):
 # --- loading ---
 
 
-def test_a_saved_model_loads_in_float32_or_the_requested_dtype_which_is_part_of_its_fingerprint(saved):
+def test_a_models_dtype_is_part_of_its_fingerprint(saved):
     loaded, half = load_model(str(saved)), load_model(str(saved), ModelOptions(dtype="bfloat16"))
     assert (loaded.name, loaded.path) == (str(saved), saved)
     assert [next(each.model.parameters()).dtype for each in (loaded, half)] == [torch.float32, torch.bfloat16]
@@ -244,7 +244,7 @@ def test_config_fields_in_model_kwargs_count_and_a_token_does_not(saved):
     assert load_model(str(saved), ModelOptions(model_kwargs={"token": "hf_secret"})).fingerprint == plain.fingerprint
 
 
-def test_a_window_that_prompts_stay_below_can_be_switched_off_without_editing_files(copied):
+def test_a_window_longer_than_all_prompts_can_be_switched_off(copied):
     change_config(copied, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=64)
     windowed = load_model(str(copied))
     with load_engine(str(copied), model_kwargs={"sliding_window": None}) as engine:
@@ -310,7 +310,7 @@ def test_a_store_of_another_model_is_refused_unless_new_model_is_given(saved, tm
     load_engine(str(saved), store).close()  # the store lists it now
 
 
-def test_another_dtype_is_another_model_and_refused_leaves_no_note_in_the_store(saved, tmp_path):
+def test_a_store_of_another_dtype_is_rejected_and_stays_unchanged(saved, tmp_path):
     load_engine(str(saved), tmp_path / "kv").close()
     with pytest.raises(StoreMismatchError, match="bfloat16"):
         load_engine(str(saved), tmp_path / "kv", dtype="bfloat16")

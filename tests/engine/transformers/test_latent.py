@@ -86,7 +86,7 @@ SHARE = {"DeepSeek-V2-Lite": 0.1125, "DeepSeek-V3": 0.0141, "GLM-4 MoE Lite": 0.
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_token_of_a_real_model_takes_about_a_tenth_of_its_keys_and_values_or_less(name, renderer):
+def test_latent_kv_of_a_real_model_is_a_tenth_or_less(name, renderer):
     """By the shapes of the real config; no weights are made."""
     class_name, fields, per_token = REAL[name]
     model_class = getattr(transformers, class_name)
@@ -115,7 +115,7 @@ def test_which_dimensions_turn_together_is_part_of_the_fingerprint(saved_model, 
 
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
-def test_eight_bits_are_exact_at_ratio_one_and_move_the_logits_little_beside_reuse(family, kv_dtype, stored):
+def test_eight_bit_latents_are_exact_at_ratio_one(family, kv_dtype, stored):
     plain, coded = stored(family), stored(family, kv_dtype)
     full = logits(coded, 1.0, "full")
     assert (logits(coded, 1.0) - full).abs().max() <= 1e-4

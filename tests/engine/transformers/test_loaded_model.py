@@ -51,7 +51,7 @@ def test_two_loadings_share_kv_and_one_changed_weight_does_not(saved):
     assert loaded_model_fingerprint(again) == loaded_model_fingerprint(other)
 
 
-def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_and_dtype(tiny_model):
+def test_a_loaded_models_fingerprint_depends_on_weights_config_and_dtype(tiny_model):
     first, second = tiny_model("llama"), tiny_model("llama")
     assert loaded_model_fingerprint(first) == loaded_model_fingerprint(second)
     change(second, 1e-6)
@@ -62,7 +62,7 @@ def test_the_fingerprint_of_a_model_without_a_folder_depends_on_weights_config_a
     assert loaded_model_fingerprint(tiny_model("llama").to(torch.bfloat16)) != loaded_model_fingerprint(first)
 
 
-def test_the_config_that_a_model_was_loaded_with_counts_and_not_the_files(saved):
+def test_the_loaded_config_counts_and_not_the_files(saved):
     plain, scaled = load(saved)[0], load(saved, rms_norm_eps=0.1)[0]
     assert loaded_model_fingerprint(plain) != loaded_model_fingerprint(scaled)
 

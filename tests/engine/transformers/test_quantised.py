@@ -142,7 +142,7 @@ def add_quantisation(path: Path, quantised: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_fp8_is_dequantised_on_a_cpu_and_does_not_pass_for_what_a_gpu_computes(saved, tmp_path):
+def test_fp8_weights_dequantised_on_a_cpu_have_another_fingerprint(saved, tmp_path):
     path = as_fp8(saved, tmp_path / "fp8")
     with load_engine(str(path), on_miss="inline") as engine, load_engine(str(saved)) as plain:
         weight = engine.layers.model.model.layers[0].self_attn.k_proj.weight

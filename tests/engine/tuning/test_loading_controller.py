@@ -291,7 +291,7 @@ def test_interpolation_runs_through_its_points():
         assert interpolate(curve, low) <= interpolate(curve, high)
 
 
-def test_a_rule_with_a_probe_waits_for_all_kv_and_a_fast_device_is_still_found():
+def test_a_rule_with_a_probe_hides_little_loading():
     profile = machine()
     need = PromptSpec(ratio=0.15)
     asking = replace(need, probes_before_selection=True)

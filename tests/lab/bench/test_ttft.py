@@ -91,7 +91,7 @@ def test_blend_runs_once_per_rule_and_the_other_modes_once():
     assert cases[0].rule == "random"
 
 
-def test_the_json_object_has_the_documented_keys_and_a_plot_is_written_from_it(tmp_path):
+def test_json_has_the_documented_keys_and_a_plot_is_made_from_it(tmp_path):
     pytest.importorskip("matplotlib")
     lines: list[str] = []
     small = {**SMALL, "rules": ("cacheblend", "random"), "threads": 1, "repeats": 1, "num_prompts": 1, "tier": "disk"}

@@ -43,7 +43,7 @@ def test_every_family_passes_the_engines_exactness_check(family):
     self_check(TransformersLayers(model), shape.vocab_size, family)
 
 
-def test_random_model_computes_what_a_normally_built_model_of_the_same_weights_does():
+def test_random_model_computes_as_a_normally_built_model():
     model = random_model(TINY, seed=3)
     usual = AutoModelForCausalLM.from_config(model_config(TINY)).eval()
     usual.load_state_dict(model.state_dict())

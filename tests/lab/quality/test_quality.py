@@ -84,7 +84,7 @@ def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path):
     assert (found[1].answers, found[1].passages, found[1].kind) == (("Rome",), ("three",), "place")
 
 
-def test_longbench_files_are_read_and_an_empty_question_becomes_a_request_for_a_summary(tmp_path):
+def test_longbench_summaries_get_a_question(tmp_path):
     context = "Passage 1:\nOne\none.\nPassage 2:\nTwo."
     two_wiki = {"input": "Who?", "context": context, "answers": ["x"], "dataset": "2wiki"}
     news = {"input": "", "context": "Passage 1:\nNews.", "answers": ["short"], "dataset": "multi_news"}
@@ -111,7 +111,7 @@ def test_a_malformed_file_is_refused_with_the_record_and_the_expected_form(tmp_p
         read_cases(tmp_path / "bad.jsonl")
 
 
-def test_named_sets_are_found_in_the_checkout_and_the_error_names_the_option_without_one(tmp_path, monkeypatch):
+def test_named_sets_are_in_the_checkout_and_errors_name_the_option(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_data("musique") == QUESTIONS / "musique_100.json"
     monkeypatch.setattr(ragblend, "__file__", str(tmp_path / "site-packages" / "ragblend" / "__init__.py"))
@@ -121,7 +121,7 @@ def test_named_sets_are_found_in_the_checkout_and_the_error_names_the_option_wit
         read_cases(find_data("nowhere.json"))
 
 
-def test_distractors_hold_none_of_the_answers_and_are_the_same_at_every_call():
+def test_distractors_have_no_answer_and_are_equal_at_every_call():
     cases = read_cases(QUESTIONS / "nq_open_400.json")
     assert cases[:20] == read_cases(QUESTIONS / "nq_open_400.json")[:20]
     holding = 0
@@ -153,7 +153,7 @@ def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine):
 # -- measures
 
 
-def test_words_are_compared_as_squad_compares_them_with_the_best_of_the_gold_answers():
+def test_words_are_compared_as_in_squad_with_the_best_gold_answer():
     assert exact_match("The Eiffel Tower.", "eiffel tower") == 1.0
     assert exact_match("Eiffel", "eiffel tower") == 0.0
     assert contains_answer("The Eiffel Tower, as it is called.", "eiffel tower") == 1.0
@@ -177,7 +177,7 @@ def test_f1_counts_words_and_rouge_their_order():
     assert [rouge_l(*pair) for pair in (("not stated", "not stated"), ("b a", "a b"))] == pytest.approx([1.0, 0.5])
 
 
-def test_an_answer_is_what_the_engine_generates_and_its_reading_begins_as_it_does(engine):
+def test_a_decoded_answer_is_what_the_engine_generates(engine):
     config = QualityConfig(num_questions=4)
     for case in demo_cases(config):
         prompt = build_prompt(case, engine, HashingEmbedder(), config)
@@ -200,7 +200,7 @@ def record(**changes: float) -> QualityRecord:
     return QualityRecord(**{**dict.fromkeys(QualityRecord._fields, 0.5), **changes})
 
 
-def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_one():
+def test_unknown_values_are_omitted_and_only_an_existing_gap_is_recovered():
     full, reuse = Asked("full", "none", 1.0), Asked("reuse", "none", 0.0)
     blend, other = Asked("blend", "cacheblend", 0.15), Asked("blend", "random", 0.15)
     records = {
@@ -226,7 +226,7 @@ def test_what_is_unknown_is_left_out_and_a_gap_is_recovered_only_where_there_is_
 # -- a whole run
 
 
-def test_full_prefill_is_no_distance_from_itself_and_blend_is_closer_than_reuse(result):
+def test_full_prefill_has_no_distance_and_blend_less_than_reuse(result):
     runs = totals(result)
     assert runs["full", "none", 1.0]["first_token_kl"] == runs["full", "none", 1.0]["answer_kl"] == 0.0
     assert runs["prefix", "none", 0.0]["answer_kl"] < 1e-6
@@ -240,7 +240,7 @@ def test_full_prefill_is_no_distance_from_itself_and_blend_is_closer_than_reuse(
     assert all(run["ttft_s"] > 0 for run in runs.values())
 
 
-def test_auto_is_not_below_the_papers_rule_at_an_equal_ratio_on_the_embedded_model(result):
+def test_the_default_rule_is_at_least_the_papers_at_equal_ratios(result):
     runs = totals(result)
     auto = next(key[1] for key in runs if key[0] == "blend" and key[1] != "cacheblend")
     for ratio in (0.1, 0.15):
@@ -276,13 +276,13 @@ def test_parts_of_the_stories_share_no_question():
     assert not reported & selection
 
 
-def test_all_questions_of_an_own_file_are_used_and_the_reported_ones_of_other_data():
+def test_own_files_are_used_whole_and_other_data_by_their_split():
     parts = {data: QualityConfig(data=data).part for data in ("mine.jsonl", "demo", "musique", "nq")}
     assert parts == {"mine.jsonl": "all", "demo": "reported", "musique": "reported", "nq": "reported"}
     assert QualityConfig(data="mine.jsonl", part="selection").part == "selection"
 
 
-def test_distances_are_drawn_over_the_charge_and_full_prefill_over_the_time_only(result):
+def test_distances_are_drawn_over_the_charge_and_full_prefill_over_time(result):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -316,7 +316,7 @@ def test_any_model_judges_a_file_of_ones_own_from_the_command_line(tmp_path):
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_contexts_that_chunks_are_stored_in_are_compared_side_by_side_with_the_paper_s_chunks():
+def test_contexts_of_stored_chunks_are_compared_with_the_papers_chunks():
     config = QualityConfig(
         data="demo",
         num_questions=2,

@@ -57,7 +57,7 @@ def test_uses_are_of_chunks_between_places_where_passages_begin_and_end():
     assert (np.diff(found.requests) >= 0).all()
 
 
-def test_chunks_that_the_same_requests_need_are_one_unless_they_came_apart_at_first():
+def test_chunks_that_the_same_requests_need_are_counted_as_one():
     first, second = ids(0, 100), ids(1, 60)
     together, apart = RepeatedPassages(), RepeatedPassages()
     for number, text in enumerate((first, second)):

@@ -105,7 +105,7 @@ def page(driver, site):
     assert severe == []
 
 
-def test_an_example_is_answered_side_by_side_and_the_slider_moves_its_tokens(page):
+def test_an_example_shows_all_modes_and_the_slider_changes_its_tokens(page):
     example = next(button for button in page.all("#examples button") if button.text == QUESTION)
     example.click()
     page.until(lambda: page.is_idle and page["answers"].is_displayed())

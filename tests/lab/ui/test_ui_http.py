@@ -128,7 +128,7 @@ def test_answers_part_at_the_beginning_of_a_word(answer, reference, shared):
     assert shared_beginning(answer, reference) == shared
 
 
-def test_the_page_states_that_the_scale_is_not_linear_and_uses_plain_words(site):
+def test_the_page_says_that_its_scale_is_not_linear(site):
     script = site.client.get("/page.js").text
     assert "The scale is not linear" in script
     assert 'id="ratio-scale"' in site.client.get("/").text
@@ -175,7 +175,7 @@ def test_a_damaged_pdf_is_named_and_the_others_are_ingested(empty):
     assert [path.name for path in uploads_folder(empty.settings.store).iterdir()] == ["good.txt"]
 
 
-def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(empty, monkeypatch):
+def test_an_upload_that_crashes_its_reader_is_rejected_and_others_stay(empty, monkeypatch):
     assert empty.upload("a.html", b"<p>James Bell lives in Dorburg.").status_code == 201
     monkeypatch.setattr(child, "_COMMAND", (sys.executable, "-c", "import os; os.abort()"))
     reply = empty.upload("a.html", b"<p>Other words")
@@ -184,7 +184,7 @@ def test_an_upload_that_crashes_its_reader_is_refused_and_the_one_before_stays(e
     assert path.read_bytes() == b"<p>James Bell lives in Dorburg."
 
 
-def test_a_file_beyond_the_limit_leaves_nothing_with_or_without_a_content_length(empty):
+def test_a_file_beyond_the_limit_leaves_nothing(empty):
     data = b"x" * (1 << 20) + b"y"
     assert empty.upload("big.txt", data).status_code == 413
 
@@ -309,7 +309,7 @@ def test_a_second_request_waits_and_one_that_hung_up_is_not_answered(filled, mon
         assert answered == ["full", "prefix", "reuse", "blend"], "the first question was answered in no mode"
 
 
-def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(tmp_path, monkeypatch):
+def test_an_ingestion_outlives_its_browser_and_another_one_waits(tmp_path, monkeypatch):
     gate, begun = threading.Event(), threading.Event()
     take_in = app.ingest_uploads
 
@@ -333,7 +333,7 @@ def test_an_ingestion_goes_on_when_the_browser_leaves_and_a_second_one_waits(tmp
         assert site.state()["documents"] == ["a.md", "b.md"]
 
 
-def test_a_job_that_is_left_in_the_middle_of_an_answer_stops_it_and_frees_the_engine(filled):
+def test_an_abandoned_answer_stops_and_frees_the_engine(filled):
     engine, index = open_for(filled)
     with engine, index:
         prompt = Prompt([hit.chunk for hit in retrieve(index, QUESTION, filled)], QUESTION)

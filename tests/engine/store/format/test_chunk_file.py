@@ -192,7 +192,7 @@ def test_a_file_cut_while_it_is_held_is_damage_not_an_answer(path):
 # --- readers that hold a file ---
 
 
-def test_an_entry_whose_file_may_not_stay_open_opens_it_again_and_only_its_own(path, monkeypatch):
+def test_an_entry_that_cannot_stay_open_reopens_only_its_own_file(path, monkeypatch):
     kv = make_random_kv()
     reports: list[str] = []
     other = MemoryKV(kv.header, make_random_kv(9).layers)

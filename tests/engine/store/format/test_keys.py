@@ -36,7 +36,7 @@ def test_moving_tokens_between_prefix_and_chunk_changes_the_key(ids, cuts):
     assert (one == other) == same_split
 
 
-def test_any_sequence_of_ids_gives_the_key_of_equal_ints_and_fractions_are_refused():
+def test_equal_integer_ids_have_equal_keys_and_fractions_are_rejected():
     assert re.fullmatch("[0-9a-f]{32}", chunk_key("model", (1,), range(5)))
     assert chunk_key("model", (1,), range(5)) == chunk_key("model", [1], [0, 1, 2, 3, 4])
     for dtype in (np.int32, np.uint32, np.int64):

@@ -128,7 +128,7 @@ def test_ratio_one_is_full_prefill_from_any_store(engines, kv_dtype, rule):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
-def test_below_ratio_one_the_chunk_behind_its_prefix_stays_and_is_not_called_exact(engines, kv_dtype):
+def test_below_ratio_one_an_eight_bit_chunk_stays_and_is_not_exact(engines, kv_dtype):
     engine = engines[kv_dtype]
     report = engine.generate(PROMPT, rule="random", recompute_ratio=0.5, max_tokens=1).report
     first, *others = report.chunks

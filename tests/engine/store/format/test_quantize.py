@@ -56,7 +56,7 @@ def rounding(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @settings(max_examples=200, deadline=None)
 @given(pair=pairs())
-def test_eight_bits_are_off_by_a_part_of_a_scale_that_is_no_larger_than_it_must_be(pair, kv_dtype):
+def test_eight_bit_values_are_within_the_error_bound_of_their_scale(pair, kv_dtype):
     """int8: half a scale; fp8: a sixteenth of the number or a 1024th of the scale. Scales are of one channel of the
     keys and of one token of the values, without the first tokens: a sink or a large channel costs others nothing."""
     quantized = quantize(*pair, kv_dtype)
@@ -95,7 +95,7 @@ NOT_FINITE = (float("inf"), -float("inf"), float("nan"))
 @pytest.mark.parametrize("kv_dtype", CODE_DTYPES)
 @pytest.mark.parametrize(("bad", "token"), [*itertools.product(NOT_FINITE, (NUM_FIRST - 1, 7)), (3e38, 7)])
 @pytest.mark.parametrize("which", ["keys", "values"])
-def test_values_without_an_eight_bit_form_are_stored_as_computed_or_not_at_all(kv_dtype, bad, token, which, caplog):
+def test_values_without_an_eight_bit_form_are_never_stored_rounded(kv_dtype, bad, token, which, caplog):
     """The first tokens, which are stored as computed, are examined too."""
     kv = make_kv(tokens=12)
     getattr(kv.layer(1), which)[1, token, 3] = bad
