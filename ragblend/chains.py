@@ -176,10 +176,10 @@ def _as_input(value: str | Mapping[str, Any]) -> dict[str, Any]:
     return dict(value)
 
 
-def _messages(system: str | None, as_chunks: bool, given: Mapping[str, Any]) -> list[BaseMessage]:
+def _messages(system: str | None, as_chunks: bool, values: Mapping[str, Any]) -> list[BaseMessage]:
     """Return the messages: system text, history, and one user message of the documents and the question."""
-    documents, question = given["context"], given["input"]
-    history = convert_to_messages(given.get("chat_history") or [])
+    documents, question = values["context"], values["input"]
+    history = convert_to_messages(values.get("chat_history") or [])
     if as_chunks:
         blocks: list[str | dict[Any, Any]] = [_block(document) for document in documents]
         user = HumanMessage(content=[*blocks, {"type": "text", "text": question}])

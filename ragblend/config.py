@@ -130,9 +130,9 @@ class Settings(TierOptions):
 
     def __repr__(self) -> str:
         """Return the settings without passwords in URLs."""
-        shown = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        shown |= {name: shown[name] and redact_url(shown[name]) for name in ("remote", "catalog", "backend")}
-        return f"Settings({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        values |= {name: values[name] and redact_url(values[name]) for name in ("remote", "catalog", "backend")}
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
 def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None = None) -> Settings:
@@ -142,9 +142,13 @@ def load_settings(flags: Mapping[str, Any] | None = None, directory: Path | None
     Raises UsageError for an unknown setting in a file, and for an invalid value.
     """
     folder = directory or Path.cwd()
-    own = _read_settings_file(user_folder() / USER_FILE)
+    user_settings = _read_settings_file(user_folder() / USER_FILE)
     said = read_environment(os.environ) | {name: value for name, value in (flags or {}).items() if value is not None}
-    return Settings(**own | _trusted_settings(_read_settings_file(folder / CONFIG_FILE), folder, own | said) | said)
+    return Settings(
+        **user_settings
+        | _trusted_settings(_read_settings_file(folder / CONFIG_FILE), folder, user_settings | said)
+        | said
+    )
 
 
 def trusted_setting(name: str) -> Any:
@@ -220,10 +224,10 @@ def _read_settings_file(path: Path) -> dict[str, Any]:
         values = tomllib.loads(read_text(path, "settings", "repair the file, or move it away"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
-    known = {field.name for field in fields(Settings)}
-    unknown = sorted(set(values) - known)
+    names = {field.name for field in fields(Settings)}
+    unknown = sorted(set(values) - names)
     if unknown:
-        raise UsageError(f"{path} sets {', '.join(unknown)}; known settings: {', '.join(sorted(known))}")
+        raise UsageError(f"{path} sets {', '.join(unknown)}; known settings: {', '.join(sorted(names))}")
     return {name: _cast(name, value, str(path)) for name, value in values.items()}
 
 
@@ -263,14 +267,14 @@ def arguments_to_flags(message: str) -> str:
     'fewer chunks (-k), or --model demo and RAGBLEND_DISK_GIB=2; --no-precompute only indexes'
     """
 
-    def replacement(found: re.Match[str]) -> str:
-        name, value = found[1], found[2]
+    def replacement(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
         flag = flag_name(name)
         if name in _WITHOUT_FLAG or name in unflagged_settings.get():
             variable = f"RAGBLEND_{name.upper()}"
             return variable if value is None else f"{variable}={shlex.quote(value.strip(chr(39) + chr(34)))}"
         if not flag:
-            return found[0]
+            return match[0]
         if value in ("True", "False"):
             return flag if value == "True" else f"--no-{flag.removeprefix('--')}"
         return flag if value is None else f"{flag} {shlex.quote(value.strip(chr(39) + chr(34)))}"

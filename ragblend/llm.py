@@ -109,8 +109,8 @@ class ChatBlend(LangChainModel, BaseChatModel):  # type: ignore[misc]
         arguments of calls follow the tool's schema in any case.
         """
         options = {"tool_choice": tool_choice, "parallel_tool_calls": parallel_tool_calls, **kwargs}
-        given = {name: value for name, value in options.items() if value is not None}
-        return self.bind(tools=describe_tools(tools, strict), **given)
+        set_options = {name: value for name, value in options.items() if value is not None}
+        return self.bind(tools=describe_tools(tools, strict), **set_options)
 
     def with_structured_output(
         self,

@@ -29,9 +29,9 @@ class Validator(NamedTuple):
     def validate(self, name: str, value: T) -> T:
         """Return `value`. Raises UsageError with the option's `name` unless the value is valid."""
         if not self.accepts(value):
-            shown = repr(redact_url(value) if isinstance(value, str) else value)
-            shown = shown if len(shown) <= _SHOWN_CHARS else f"{shown[:_SHOWN_CHARS]}..."
-            raise UsageError(f"{name} is {shown}; choose {self.expected}")
+            text = repr(redact_url(value) if isinstance(value, str) else value)
+            text = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+            raise UsageError(f"{name} is {text}; choose {self.expected}")
         return value
 
 
@@ -122,49 +122,49 @@ def check_options(options: _Dataclass) -> None:
 def reject_unknown_names(options: type[T]) -> type[T]:
     """Make the constructor of the dataclass `options` raise UsageError for an unknown name. Return the dataclass."""
     made: Any = options
-    construct, known = made.__init__, made.__dataclass_fields__
+    construct, names = made.__init__, made.__dataclass_fields__
 
     @wraps(construct)
-    def checked(self: T, *values: Any, **given: Any) -> None:
+    def checked(self: T, *values: Any, **keywords: Any) -> None:
         try:
-            construct(self, *values, **given)
+            construct(self, *values, **keywords)
         except TypeError:
-            unknown = next((name for name in given if name not in known), None)
+            unknown = next((name for name in keywords if name not in names), None)
             if unknown is None:
                 raise
-            near, choices = nearest_name_hint(unknown, known), ", ".join(sorted(known))
+            near, choices = nearest_name_hint(unknown, names), ", ".join(sorted(names))
             raise UsageError(f"there is no option {unknown!r}{near}; choose from {choices}") from None
 
     made.__init__ = checked
     return options
 
 
-def nearest_name_hint(name: str, known: Iterable[str]) -> str:
+def nearest_name_hint(name: str, names: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known one, or "" if none is similar.
 
     >>> nearest_name_hint("max_token", ["max_tokens", "seed"]), nearest_name_hint("k", ["seed"])
     ("; the nearest is 'max_tokens'", '')
     """
-    found = get_close_matches(name, known, 1)
-    return f"; the nearest is {found[0]!r}" if found else ""
+    matches = get_close_matches(name, names, 1)
+    return f"; the nearest is {matches[0]!r}" if matches else ""
 
 
-def replace_aliases(given: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
-    """Return the options `given` with each name in `aliases` replaced by the option's own name.
+def replace_aliases(options: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return `options` with each name in `aliases` replaced by the option's own name.
 
     Raises UsageError for an option that has two different values under two names.
 
     >>> replace_aliases({"max_new_tokens": 5, "seed": 1}, {"max_new_tokens": "max_tokens"})
     {'seed': 1, 'max_tokens': 5}
     """
-    found = dict(given)
+    renamed = dict(options)
     for alias, name in aliases.items():
-        value = found.pop(alias, None)
-        if value is not None and found.get(name) not in (None, value):
-            raise UsageError(f"{name} is {found[name]!r}, but {alias} is {value!r}; remove one of them")
+        value = renamed.pop(alias, None)
+        if value is not None and renamed.get(name) not in (None, value):
+            raise UsageError(f"{name} is {renamed[name]!r}, but {alias} is {value!r}; remove one of them")
         if value is not None:
-            found[name] = value
-    return found
+            renamed[name] = value
+    return renamed
 
 
 def is_unicode(text: str) -> bool:

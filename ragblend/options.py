@@ -157,23 +157,25 @@ class ModelOptions:
             )
 
     @classmethod
-    def from_keywords(cls, **given: Any) -> ModelOptions:
+    def from_keywords(cls, **keywords: Any) -> ModelOptions:
         """Return options from arguments in the forms of transformers and LangChain.
 
         `torch_dtype` is another name of `dtype`. The dtype may be a torch.dtype, the device a torch.device or a number,
         and `model_kwargs` may contain any of these options. Raises UsageError for an option with two values.
         """
-        kwargs = dict(given.pop("model_kwargs", None) or {})
+        kwargs = dict(keywords.pop("model_kwargs", None) or {})
         inside = {name: kwargs.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in kwargs}
         values: dict[str, Any] = {"model_kwargs": kwargs or None}
-        for name, value in [*given.items(), *inside.items()]:
-            known = "dtype" if name == "torch_dtype" else name
-            if value is None or (known in ("dtype", "device") and value == "auto"):
+        for name, value in [*keywords.items(), *inside.items()]:
+            option_name = "dtype" if name == "torch_dtype" else name
+            if value is None or (option_name in ("dtype", "device") and value == "auto"):
                 continue
-            value = _plain(known, value)
-            if values.get(known, value) != value:
-                raise UsageError(f"{known} is given twice, as {values[known]!r} and as {value!r}; remove one of them")
-            values[known] = value
+            value = _plain(option_name, value)
+            if values.get(option_name, value) != value:
+                raise UsageError(
+                    f"{option_name} is given twice, as {values[option_name]!r} and as {value!r}; remove one of them"
+                )
+            values[option_name] = value
         return cls(**values)
 
     @property

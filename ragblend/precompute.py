@@ -115,9 +115,9 @@ def ingest(
     save_store_defaults(engine)
     reader = FileReader(max_file_mib, text_field, loader)
     disk = engine.store.find_tier(DiskStore)
-    own = [index.path if isinstance(index, ChunkIndex) else index]
-    own += [disk.root, disk.kv_dir] if disk is not None else []
-    found = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own)
+    own_folders = [index.path if isinstance(index, ChunkIndex) else index]
+    own_folders += [disk.root, disk.kv_dir] if disk is not None else []
+    scan = scan_folders([paths] if isinstance(paths, str | Path) else paths, glob, own_folders)
     # An index opened here is closed here, because until then committed rows are only in the database's log.
     with (
         show_progress(progress) as on_progress,
@@ -126,7 +126,7 @@ def ingest(
         else open_engine_index(index, engine, embedder, chunk_size) as opened,
     ):
         cut = resolve_chunker(opened, engine, chunk_size, splitter, notify or logger.warning)
-        followed = sync_index(opened, found, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
+        followed = sync_index(opened, scan, cut, on_progress, workers, keep_missing=keep_missing, reader=reader)
         report = followed.report
         report.bytes_per_token = engine.bytes_per_token
         report.num_removed_kv = delete_or_warn(partial(delete_orphaned_kv, opened, engine))
@@ -142,7 +142,7 @@ def ingest(
             _measure_default_ratio(chunks, engine, on_progress, prefill, notify)
             refresh_pins(followed.sources, engine, opened)
         if notify is not None:
-            for folder, num_files in count_moved_files(opened, followed, found).items():
+            for folder, num_files in count_moved_files(opened, followed, scan).items():
                 place = display_source(folder)
                 notify(
                     f"{num_files} of these files were in {place} before, where they no longer exist; remove their old "
@@ -217,12 +217,12 @@ def precompute_chunks(
         report.num_known_kv += len(distinct) - len(missing)
         disk, absent = engine.store.find_tier(DiskStore), set(missing)
         num_evicted = 0 if disk is None else disk.counters.num_evicted
-        known = [chunk for chunk in distinct.values() if chunk not in absent]
+        stored_chunks = [chunk for chunk in distinct.values() if chunk not in absent]
         renewed = list[Chunk]()
         if rewrite:
-            num_rounded, renewed = quantize_stored(known, engine)
+            num_rounded, renewed = quantize_stored(stored_chunks, engine)
             report.num_rewritten_kv = num_rounded + len(renewed)
-        elif num_others := count_other_dtypes(known, engine, disk):
+        elif num_others := count_other_dtypes(stored_chunks, engine, disk):
             report.num_other_kv = num_others
             if notify is not None:
                 dtype = engine.store.kv_dtype
@@ -253,7 +253,7 @@ def precompute_chunks(
             registry.record_stored_entries(recorded, engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     report.store_bytes = stored_kv_bytes(engine)
-    send_to_remote(known, missing, engine, report, on_progress)
+    send_to_remote(stored_chunks, missing, engine, report, on_progress)
     return report
 
 
@@ -266,8 +266,8 @@ def _measure_default_ratio(
 ) -> None:
     """Choose the default ratio on stored chunks if that is due, and notify the caller of it."""
     # Processes that prefill instead of this one have loaded the model there, not here.
-    if prefill is prefill_here and (found := calibrate_if_due(chunks, engine, progress)):
-        (notify or logger.info)(str(found))
+    if prefill is prefill_here and (expectation := calibrate_if_due(chunks, engine, progress)):
+        (notify or logger.info)(str(expectation))
 
 
 def _name_of_text(text: str, engine: Engine) -> DocumentKey:
@@ -362,20 +362,20 @@ def precompute_documents(
     engine.check_not_forked()
     apply_context_policy(engine, None)
     save_store_defaults(engine)
-    given = [documents] if isinstance(documents, str) else list(documents)
-    chunks = [as_chunk(document) for document in given]
-    identities = identify_all(given, chunks, ids, versions)
-    notes = note_text_identities(given, chunks, identities)
+    document_list = [documents] if isinstance(documents, str) else list(documents)
+    chunks = [as_chunk(document) for document in document_list]
+    identities = identify_all(document_list, chunks, ids, versions)
+    notes = note_text_identities(document_list, chunks, identities)
     if isinstance(engine, RemoteEngine):
-        with show_progress(progress) as shown:
-            report = send_documents(given, chunks, identities, collection, engine, shown)
+        with show_progress(progress) as reporter:
+            report = send_documents(document_list, chunks, identities, collection, engine, reporter)
         report.notes[:0], report.elapsed_s = notes, perf_counter() - start_s
         return report
     problems = _find_unfit_texts((chunk.text for chunk in chunks), engine)
     failures, skipped, fit = list[ReadFailure](), list[ReadFailure](), list[Chunk]()
     texts_of: dict[DocumentKey, dict[str, int]] = {}
     facts_of: dict[DocumentKey, DocumentFacts] = {}
-    for document, chunk, identity in zip(given, chunks, identities, strict=True):
+    for document, chunk, identity in zip(document_list, chunks, identities, strict=True):
         name = DocumentKey(collection, identity.id, engine.namespace)
         facts_of[name] = DocumentFacts(identity.version, identity.source)
         texts_of.setdefault(name, {})  # a document without a chunk to prefill loses its earlier chunks
@@ -393,9 +393,9 @@ def precompute_documents(
     wanted = [*chunks, *chunk_variants((chunk for chunk in chunks if chunk.context is None), engine.context)]
     prefill = prefill or (workers.prefill if workers is not None else prefill_here)
     texts_before = {name: registry.texts_of(name) for name in texts_of}
-    with show_progress(progress) as shown:
-        report = precompute_chunks(wanted, engine, shown, texts_of=texts_of, registry=registry, prefill=prefill)
-        _measure_default_ratio(chunks, engine, shown, prefill)
+    with show_progress(progress) as reporter:
+        report = precompute_chunks(wanted, engine, reporter, texts_of=texts_of, registry=registry, prefill=prefill)
+        _measure_default_ratio(chunks, engine, reporter, prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped

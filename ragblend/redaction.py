@@ -37,8 +37,8 @@ def redact_url(url: str) -> str:
     >>> redact_url("redis://:secret@cache:6379/0?socket_timeout=1")
     'redis://***@cache:6379/0'
     """
-    found = _SCHEME.match(url)
-    scheme = found[0] if found else ""
+    match = _SCHEME.match(url)
+    scheme = match[0] if match else ""
     _, at, rest = url[len(scheme) :].rpartition("@")
     rest = re.split(r"[?#]", rest, maxsplit=1)[0]
     host, slash, path = rest.partition("/")
@@ -93,7 +93,7 @@ def hide_address(message: str, url: str, name: str) -> str:
     return redact_message(message, url.replace(place, first) if others else url)
 
 
-def url_in_command(shown: str) -> str:
+def url_in_command(text: str) -> str:
     """Return a URL that was redacted for display as a word of a command that a message suggests.
 
     If something is hidden in it, the word is `URL`, because a command with `***` cannot be run.
@@ -101,7 +101,7 @@ def url_in_command(shown: str) -> str:
     >>> url_in_command("s3://bucket/kv"), url_in_command("redis://***@cache:6379/0")
     ('s3://bucket/kv', 'URL')
     """
-    return "URL" if HIDDEN in shown else shlex.quote(shown)
+    return "URL" if HIDDEN in text else shlex.quote(text)
 
 
 def has_secret(url: str) -> bool:
@@ -139,15 +139,15 @@ def hide_secrets(options: Mapping[str, Any]) -> dict[str, Any]:
     >>> hide_secrets({"hf_token": "abc", "remote": "redis://:abc@cache", "memory_gib": 2})
     {'hf_token': '***', 'remote': 'redis://***@cache', 'memory_gib': 2}
     """
-    shown: dict[str, Any] = {}
+    hidden: dict[str, Any] = {}
     for name, value in options.items():
         if isinstance(value, Mapping):
-            shown[name] = hide_secrets(value)
+            hidden[name] = hide_secrets(value)
         elif is_secret(str(name)) and value is not None:
-            shown[name] = HIDDEN
+            hidden[name] = HIDDEN
         else:
-            shown[name] = redact_url(value) if isinstance(value, str) and ("://" in value or "@" in value) else value
-    return shown
+            hidden[name] = redact_url(value) if isinstance(value, str) and ("://" in value or "@" in value) else value
+    return hidden
 
 
 def redact_command(words: list[str]) -> list[str]:
@@ -156,18 +156,18 @@ def redact_command(words: list[str]) -> list[str]:
     >>> redact_command(["vllm", "--api-key", "abc", "--hf-token=abc", "--port", "80"])
     ['vllm', '--api-key', '***', '--hf-token=***', '--port', '80']
     """
-    shown: list[str] = []
+    redacted: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         flag, is_set, value = word.partition("=")
         if before.startswith("--") and "=" not in before and is_secret(before):
-            shown.append(HIDDEN)
+            redacted.append(HIDDEN)
         elif word.startswith("--") and is_set and is_secret(flag):
-            shown.append(f"{flag}={HIDDEN}")
+            redacted.append(f"{flag}={HIDDEN}")
         elif word.startswith("--") and is_set:
-            shown.append(f"{flag}={redact_url(value)}" if "://" in value else word)
+            redacted.append(f"{flag}={redact_url(value)}" if "://" in value else word)
         else:
-            shown.append(redact_url(word) if _SCHEME.match(word) else word)
-    return shown
+            redacted.append(redact_url(word) if _SCHEME.match(word) else word)
+    return redacted
 
 
 def _pieces(url: str) -> Iterator[str]:
@@ -182,7 +182,7 @@ def _pieces(url: str) -> Iterator[str]:
     user, has_password, password = before.partition(":")
     before = password if has_password else user  # a user's name may be any word of a message
     for hidden in (before, *options):
-        marks = [0, *sorted({end for found in _URL_DELIMITERS.finditer(hidden) for end in found.span()}), len(hidden)][
+        marks = [0, *sorted({end for match in _URL_DELIMITERS.finditer(hidden) for end in match.span()}), len(hidden)][
             -_MAX_DELIMITERS:
         ]
         for start, end in combinations(marks, 2):  # a parser that cuts it elsewhere shows what is between two marks

@@ -105,8 +105,8 @@ _MODEL_ATTRIBUTES = ("model_name", "model", "model_id", "repo_id", "deployment")
 def _embedding_name(embeddings: Embeddings) -> str:
     """Return the class of an embedding, then its model and revision if its attributes name them."""
     inner = getattr(embeddings, "underlying_embeddings", embeddings)  # CacheBackedEmbeddings returns its vectors
-    found = (getattr(inner, attribute, None) for attribute in _MODEL_ATTRIBUTES)
-    model = next((value for value in found if isinstance(value, str) and value), "")
+    names = (getattr(inner, attribute, None) for attribute in _MODEL_ATTRIBUTES)
+    model = next((value for value in names if isinstance(value, str) and value), "")
     if model and Path(model).is_dir():
         model = str(Path(model).resolve())  # does not depend on the working folder
     options = getattr(inner, "model_kwargs", None)
@@ -198,11 +198,12 @@ class BlendVectorStore(VectorStore):
         is logged; see `precompute_documents`. If the numbers of ids and documents differ, UsageError is raised, and
         nothing is stored.
         """
-        given = given_or_own_ids(documents, kwargs.get("ids"))
+        given_ids = given_or_own_ids(documents, kwargs.get("ids"))
         ids = self.inner.add_documents(documents, **kwargs)
         if self.llm is not None:
-            known = normalize_ids(ids) if len(ids) == len(documents) else given  # an index stores no blank document
-            precompute_documents(documents, self.llm, ids=known, collection=self.collection)
+            # An index stores no blank document.
+            stored_ids = normalize_ids(ids) if len(ids) == len(documents) else given_ids
+            precompute_documents(documents, self.llm, ids=stored_ids, collection=self.collection)
             self._delete_orphaned_kv()
         return ids
 
@@ -323,11 +324,11 @@ class _IndexStore(VectorStore):
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
-        found = (
+        rows = (
             next(self.index.chunks(LANGCHAIN_SOURCE + name), None) or self.index.get([name]).get(name)
             for name in normalize_ids(ids)
         )
-        return [as_document(chunk) for chunk in found if chunk is not None]
+        return [as_document(chunk) for chunk in rows if chunk is not None]
 
     def similarity_search_with_score(
         self, query: str | list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any

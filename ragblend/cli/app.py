@@ -52,7 +52,7 @@ app = typer.Typer(
 
 
 @with_settings("model backend store remote")
-def doctor(settings: Settings, given: typer.Context, json_: JsonOption = False) -> None:
+def doctor(settings: Settings, ctx: typer.Context, json_: JsonOption = False) -> None:
     """Check this machine: versions, model, embedder, disk, remote tier and vLLM. Prints how to fix what is missing.
 
     Flags not listed here are vLLM's, such as --enable-lora: would vLLM blend the model with them?
@@ -61,7 +61,7 @@ def doctor(settings: Settings, given: typer.Context, json_: JsonOption = False) 
 
     checks = [
         check._replace(finding=arguments_to_flags(check.finding), fix=arguments_to_flags(check.fix))
-        for check in run_diagnostics(settings, given.args)
+        for check in run_diagnostics(settings, ctx.args)
     ]
     marks = ["ok " if check.ok else "-  " if check.optional else "NO " for check in checks]
     lines = [f"{mark} {check.name}: {check.finding}" for mark, check in zip(marks, checks, strict=True)]
@@ -79,7 +79,7 @@ def doctor(settings: Settings, given: typer.Context, json_: JsonOption = False) 
 @with_settings("store remote mode rule recompute_ratio system context dtype trust_remote_code", unflagged="kv_dtype")
 def serve(
     settings: Settings,
-    given: typer.Context,
+    ctx: typer.Context,
     model: Annotated[str, typer.Argument(help="'demo', a Hugging Face id or a local path.")],  # sets `settings.model`
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="Port to listen on.")] = 8000,
@@ -102,18 +102,18 @@ def serve(
     from ragblend.operations.serve import serve as run
 
     unflagged = serve.unflagged  # type: ignore[attr-defined]  # vLLM would reject these flags without a reason
-    for argument in given.args:
+    for argument in ctx.args:
         if hint := how_to_set_without_flag(argument, unflagged):
             raise UsageError(f"ragblend serve has no {argument.partition('=')[0]}; {hint}")
     keys_file = None if keys is None else expand_user_path(keys, "--api-keys-file")
     options: dict[str, Any] = {"host": host, "port": port, "api_key": api_key, "keys": keys_file}
     if dry_run:
-        print(build_server_command(settings, given.args, **options).display_command())
+        print(build_server_command(settings, ctx.args, **options).display_command())
         return
     print_notice(
         f"starting vLLM with {settings.model} and the store {settings.store}; clients: --backend http://{host}:{port}"
     )
-    run(settings, given.args, **options)
+    run(settings, ctx.args, **options)
 
 
 def demo(

@@ -160,9 +160,9 @@ def documents(settings: Settings, json_: JsonOption = False) -> None:
     else:
         disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
         with open_store_documents(disk) as (registry, index):
-            found = describe_documents(list_documents(registry, index), disk, registry, index)
-        listed = [asdict(each) for each in found.documents]
-        others = set(disk.keys()) - found.entries
+            listing = describe_documents(list_documents(registry, index), disk, registry, index)
+        listed = [asdict(each) for each in listing.documents]
+        others = set(disk.keys()) - listing.entries
         unowned = [key for key in others if (header := disk.header(key)) is not None and header.prefix_ids]
     text = "\n".join(_document_lines(listed))
     if unowned:
@@ -192,16 +192,16 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
         return _remove_from_server(document, text, settings)
     disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
     with open_store_documents(disk) as (registry, index):
-        known, has_index = list_documents(registry, index), index is not None
+        listed, has_index = list_documents(registry, index), index is not None
         if document is not None:
-            found = find_stored_documents(document, known, settings.namespace)
+            matches = find_stored_documents(document, listed, settings.namespace)
         else:
-            found = find_text_documents(text or "", known, registry, index, settings.namespace)
-    if settings.is_served and not found:
+            matches = find_text_documents(text or "", listed, registry, index, settings.namespace)
+    if settings.is_served and not matches:
         return _remove_from_server(document, text, settings)
     unfinished = list[str]()
-    if found:
-        settings = replace(settings, namespace=found[0].key.namespace)
+    if matches:
+        settings = replace(settings, namespace=matches[0].key.namespace)
     elif document is None or not has_index:
         return [], Removal(0, 0)
     else:
@@ -217,8 +217,8 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
             )
         if own is not None and unfinished:
             return unfinished, remove_documents(unfinished, engine, own)
-        names = [each.index_source or f"{each.key.collection}/{each.key.id}".rstrip("/") for each in found]
-        return names, remove_stored_documents(found, engine, own)
+        names = [each.index_source or f"{each.key.collection}/{each.key.id}".rstrip("/") for each in matches]
+        return names, remove_stored_documents(matches, engine, own)
 
 
 def _remove_from_server(document: str | None, text: str | None, settings: Settings) -> tuple[list[str], Removal]:
@@ -229,17 +229,17 @@ def _remove_from_server(document: str | None, text: str | None, settings: Settin
 
     with open_document_engine(settings) as engine:
         client: Any = engine
-        known = [
+        listed = [
             StoredDocument(
                 DocumentKey(*(each[name] for name in DocumentKey._fields)), each["source"], each["num_chunks"]
             )
             for each in client.list_documents()
         ]
-        found, num_kv = find_stored_documents(document or text_id(text or ""), known, settings.namespace), 0
-        for collection, group in groupby(found, lambda each: each.key.collection):
+        matches, num_kv = find_stored_documents(document or text_id(text or ""), listed, settings.namespace), 0
+        for collection, group in groupby(matches, lambda each: each.key.collection):
             num_kv += client.remove_documents(collection, [each.key.id for each in group])
-    names = [f"{each.key.collection}/{each.key.id}" for each in found]
-    return names, Removal(sum(each.num_chunks for each in found), num_kv)
+    names = [f"{each.key.collection}/{each.key.id}" for each in matches]
+    return names, Removal(sum(each.num_chunks for each in matches), num_kv)
 
 
 def _read_text(path: str) -> str:

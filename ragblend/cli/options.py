@@ -36,26 +36,26 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
     """
 
     def decorate(command: Command) -> Command:
-        own = dict(inspect.signature(command, eval_str=True).parameters)
-        del own["settings"]
+        parameters = dict(inspect.signature(command, eval_str=True).parameters)
+        del parameters["settings"]
         flags = {name: Annotated[_type(name), typer_option(name)] for name in names.split()}
-        arguments = [each for each in own.values() if each.default is Parameter.empty and each.name not in flags]
-        found = [
+        arguments = [each for each in parameters.values() if each.default is Parameter.empty and each.name not in flags]
+        all_parameters = [
             *arguments,
             *(Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=each) for name, each in flags.items()),
-            *(each for each in own.values() if each not in arguments and each.name not in flags),
+            *(each for each in parameters.values() if each not in arguments and each.name not in flags),
         ]
         if demo:
             kind = Annotated[bool, typer.Option("--demo", help=demo)]
-            found.append(Parameter("demo", Parameter.KEYWORD_ONLY, default=False, annotation=kind))
+            all_parameters.append(Parameter("demo", Parameter.KEYWORD_ONLY, default=False, annotation=kind))
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
-            asked = {name: value for name, value in given.items() if name in Settings.__dataclass_fields__}
+        def run(**arguments: Any) -> None:
+            asked = {name: value for name, value in arguments.items() if name in Settings.__dataclass_fields__}
             token = unflagged_settings.set(unflagged.split())
             try:
-                settings = prepare_demo_settings(asked) if given.get("demo") else settings_from(asked)
-                command(settings=settings, **{name: value for name, value in given.items() if name in own})
+                settings = prepare_demo_settings(asked) if arguments.get("demo") else settings_from(asked)
+                command(settings=settings, **{name: value for name, value in arguments.items() if name in parameters})
             except RagblendError as error:
                 error.args = (arguments_to_flags(str(error)),)  # only this function knows the command's flags
                 raise
@@ -69,8 +69,8 @@ def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callabl
                 f"{inspect.cleandoc(command.__doc__ or '')}\n\nSettings without an option, as RAGBLEND_NAME in the "
                 f"environment or as name in ragblend.toml: {listed}."
             )
-        run.__signature__ = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in found])  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in found}
+        run.__signature__ = Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in all_parameters])  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in all_parameters}
         return run
 
     return decorate
@@ -88,9 +88,9 @@ def how_to_set_without_flag(argument: str, unflagged: Sequence[str]) -> str:
 
 def typer_option(name: str) -> Any:
     """Return the typer option of a setting."""
-    known: OptionSpec = Settings.__dataclass_fields__[name].metadata["option"]
+    spec: OptionSpec = Settings.__dataclass_fields__[name].metadata["option"]
     more: dict[str, Any] = {"parser": parse_ratio, "metavar": "SHARE|auto"} if _type(name) is Any else {}
-    return typer.Option(flag_name(name), help=known.help, **more)
+    return typer.Option(flag_name(name), help=spec.help, **more)
 
 
 def _type(name: str) -> Any:

@@ -103,7 +103,7 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
     else:
         where = f"store {settings.store}: {format_bytes(report.store_bytes)}"
     most = None if logging.getLogger().isEnabledFor(logging.INFO) else NUM_NAMED
-    shown = functools.partial(join_names, max_names=most, flag="ragblend --verbose")
+    join = functools.partial(join_names, max_names=most, flag="ragblend --verbose")
     skipped = [
         f"{display_source(path)} {arguments_to_flags(reason.partition(';')[0])}" for path, reason in report.skipped
     ]
@@ -117,8 +117,8 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
     lines = [
         f"{plural(report.num_documents, 'document')} ({report.num_unchanged} unchanged), "
         f"{plural(report.num_chunks, 'chunk')}, {plural(report.num_tokens, 'token')}",
-        *([f"renamed: {shown(renamed)}"] if renamed else []),
-        *([f"gone: {shown(map(display_source, gone))}"] if gone else []),
+        *([f"renamed: {join(renamed)}"] if renamed else []),
+        *([f"gone: {join(map(display_source, gone))}"] if gone else []),
         *(
             [f"{plural(report.num_removed_kv, 'KV cache')} of changed or removed documents removed"]
             if report.num_removed_kv
@@ -134,8 +134,8 @@ def print_ingest(report: IngestReport, settings: Settings, json_: bool) -> None:
             else []
         ),
         f"{where}, {per_token}",
-        *([f"{plural(len(skipped), 'file')} skipped: {shown(skipped)}"] if skipped else []),
-        *([f"left out by .gitignore: {shown(map(display_source, report.ignored))}"] if report.ignored else []),
+        *([f"{plural(len(skipped), 'file')} skipped: {join(skipped)}"] if skipped else []),
+        *([f"left out by .gitignore: {join(map(display_source, report.ignored))}"] if report.ignored else []),
         *(
             f"failed: {display_source(failure.path)}: {arguments_to_flags(failure.reason)}"
             for failure in report.failures
@@ -204,8 +204,8 @@ def remote_line(facts: dict[str, Any]) -> str:
 
     if not facts["reachable"]:
         return f"remote {facts['url']}: not reachable; answers do not use it"
-    held, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
-    text = f"remote {facts['url']}: {plural(facts['num_stored_kv'], 'KV cache')}, {held}; "
+    stored, ping_ms = format_bytes(facts["store_bytes"]), facts["latency_s"] * 1e3
+    text = f"remote {facts['url']}: {plural(facts['num_stored_kv'], 'KV cache')}, {stored}; "
     text += f"answers in {ping_ms:.1f} ms"
     fix = f"ragblend push --remote {url_in_command(facts['url'])}"
     lacks = f"\n  it lacks {facts['num_missing']} of the local ones; send them: {fix}"

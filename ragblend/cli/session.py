@@ -37,17 +37,17 @@ class WorkerCount(NamedTuple):
 def settings_from(arguments: dict[str, Any]) -> Settings:
     """Return settings from a command's arguments, the environment, ragblend.toml, and what the store remembers."""
     quiet_libraries()
-    found = load_settings(arguments)
-    if found.model is not None and found.system is not None:
-        return found
+    settings = load_settings(arguments)
+    if settings.model is not None and settings.system is not None:
+        return settings
     from ragblend.engine.load import find_store_model, load_store_defaults
 
     with suppress(CorruptError, UsageError):  # commands that need them raise an error later
-        if found.system is None:
-            found = replace(found, system=load_store_defaults(found.store).system)
-        if found.model is None and not found.trust_remote_code:  # with it, the user must name the model
-            found = replace(found, model=find_store_model(found.store))
-    return found
+        if settings.system is None:
+            settings = replace(settings, system=load_store_defaults(settings.store).system)
+        if settings.model is None and not settings.trust_remote_code:  # with it, the user must name the model
+            settings = replace(settings, model=find_store_model(settings.store))
+    return settings
 
 
 def prepare_demo_settings(arguments: dict[str, Any]) -> Settings:
@@ -181,7 +181,7 @@ def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkInd
     from ragblend.prompt.types import Chunk
 
     try:
-        own = open_settings_index(settings, engine)
+        index = open_settings_index(settings, engine)
     except NotFoundError:
         with open_registry(engine.store, create=False) as registry:
             names = [name for name in registry.documents() if name.namespace == engine.namespace]
@@ -193,8 +193,8 @@ def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkInd
                 made.add_document(source, "", [Chunk(text, source) for text in texts])
             yield made
         return
-    with own:
-        yield own
+    with index:
+        yield index
 
 
 def embedder_name(settings: Settings) -> str | None:

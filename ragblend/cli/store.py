@@ -136,9 +136,9 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "remote": remote_facts(settings, [entry.key for entry in entries]),
         "sources": sources,
     }
-    held = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values())
-    kv = f"{plural(len(entries), 'KV cache')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {held}"
-    if not held:
+    models = ", ".join(f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values())
+    kv = f"{plural(len(entries), 'KV cache')}, {plural(num_tokens, 'token')}, {format_bytes(nbytes)}, for {models}"
+    if not models:
         kv = "no KV is here; that of a server: ragblend stats --backend URL"
     lines = [f"store {settings.store}:"]
     if manifest is not None:
@@ -240,8 +240,8 @@ def verify(
         lines[0] += f", {report.orphans} without a chunk"
     if report.missing:
         lines[0] += f", {len(report.missing)} missing"
-    found = (report.damaged, report.missing, report.damaged_remote)
-    lines += [f"  {key}: {arguments_to_flags(reason)}" for entries in found for key, reason in entries.items()]
+    counts = (report.damaged, report.missing, report.damaged_remote)
+    lines += [f"  {key}: {arguments_to_flags(reason)}" for entries in counts for key, reason in entries.items()]
     lines += [
         f"  {settings.store}/{place}: {arguments_to_flags(reason)}" for place, reason in report.damaged_files.items()
     ]

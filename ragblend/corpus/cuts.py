@@ -42,8 +42,8 @@ def find_word_ends(text: str) -> array[int]:
 def find_grapheme_ends(text: str, start: int, end: int) -> list[int]:
     """Return the ends of the graphemes that lie in `text[start:end]`. A grapheme begins at `start`."""
     # The character at `end` decides whether the last grapheme ends there. Later ones have no influence.
-    found = [match.end() for match in _GRAPHEME.finditer(text, start, min(end + 1, len(text)))]
-    return found[: bisect_right(found, end)]
+    ends = [match.end() for match in _GRAPHEME.finditer(text, start, min(end + 1, len(text)))]
+    return ends[: bisect_right(ends, end)]
 
 
 def start_of_word(text: str, ends: Sequence[int], index: int) -> int:

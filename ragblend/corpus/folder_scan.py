@@ -74,8 +74,8 @@ class FolderScan:
 
         If only `glob` left the file out, return False. Of `roots`, only `top` and the folders below `top` count.
         """
-        shown = path in self.files or path in self.filtered_out
-        return not shown and any(
+        is_listed = path in self.files or path in self.filtered_out
+        return not is_listed and any(
             each in self._root_set and is_same_or_below(each, top)
             for each in iter_path_and_parents(path)
             if each != path
@@ -105,34 +105,34 @@ def scan_folders(paths: Iterable[str | Path], glob: str = "*", excluded: Iterabl
     a path that does not exist, UsageError for a pattern that can match nothing.
     """
     pattern = _split_glob(glob)
-    found, excluded_folders = FolderScan(), {os.path.realpath(folder) for folder in excluded}
+    scan, excluded_folders = FolderScan(), {os.path.realpath(folder) for folder in excluded}
     for path in map(_local, paths):
         if not os.path.lexists(path):
             raise NotFoundError(
                 f"{path} does not exist; check the path. If it was deleted, remove its documents: "
                 f"ragblend remove {path}"
             )
-        found.roots.append(normal_path(path))
-    found.roots = list(dict.fromkeys(found.roots))
-    for top in found.roots:
+        scan.roots.append(normal_path(path))
+    scan.roots = list(dict.fromkeys(scan.roots))
+    for top in scan.roots:
         if not os.path.isdir(top):
-            found.named_files.add(top)
-            found.files.setdefault(top, top)
+            scan.named_files.add(top)
+            scan.files.setdefault(top, top)
             continue
         not_files = list[ReadFailure]()
-        for path in _files_below(top, excluded_folders, found, not_files):
+        for path in _files_below(top, excluded_folders, scan, not_files):
             if _is_wanted(path, top, pattern):
-                found.files[path] = min(found.files.get(path, top), top, key=len)  # the widest of several
+                scan.files[path] = min(scan.files.get(path, top), top, key=len)  # the widest of several
             else:
-                found.filtered_out.add(path)
-        found.skipped += [each for each in not_files if _is_wanted(each.path, top, pattern)]
-    found.filtered_out -= found.files.keys()
-    found.unreadable = list(dict.fromkeys(found.unreadable))  # a named folder below a named folder is walked twice
-    found.ignored = [path for path in dict.fromkeys(found.ignored) if path not in found.roots]
-    others = [each for each in dict.fromkeys(found.skipped) if not _leads_to_folder_of(found, each.path)]
-    found.skipped = [*_drop_outside_links(found), *others]
-    _deduplicate_links(found)
-    return found
+                scan.filtered_out.add(path)
+        scan.skipped += [each for each in not_files if _is_wanted(each.path, top, pattern)]
+    scan.filtered_out -= scan.files.keys()
+    scan.unreadable = list(dict.fromkeys(scan.unreadable))  # a named folder below a named folder is walked twice
+    scan.ignored = [path for path in dict.fromkeys(scan.ignored) if path not in scan.roots]
+    others = [each for each in dict.fromkeys(scan.skipped) if not _leads_to_folder_of(scan, each.path)]
+    scan.skipped = [*_drop_outside_links(scan), *others]
+    _deduplicate_links(scan)
+    return scan
 
 
 def _local(path: str | Path) -> str | Path:
@@ -178,17 +178,17 @@ def match_sources(name: str, sources: Iterable[tuple[str, str]]) -> list[str]:
     """
     if not name.strip():
         raise UsageError("the name is empty; pass a file, a folder or a record, as `ragblend documents` lists them")
-    known = list(sources)
-    if any(source == name for source, _ in known):
+    pairs = list(sources)
+    if any(source == name for source, _ in pairs):
         return [name]
     source = resolve_source(name)
     meant = dict.fromkeys((source, os.path.realpath(source)))  # `name` may be a link to the file
     for wanted, spelled in ((spelled(path), spelled) for path in meant for spelled in (str, _normalize_unicode)):
-        found = [source for source, _ in known if _RECORD.search(wanted) and spelled(source) == wanted]
-        found = found or [source for source, file in known if wanted in (spelled(source), spelled(file))]
-        found = found or [source for source, _ in known if is_below(spelled(source), wanted)]
-        if found:
-            return found
+        matches = [source for source, _ in pairs if _RECORD.search(wanted) and spelled(source) == wanted]
+        matches = matches or [source for source, file in pairs if wanted in (spelled(source), spelled(file))]
+        matches = matches or [source for source, _ in pairs if is_below(spelled(source), wanted)]
+        if matches:
+            return matches
     return []
 
 
@@ -270,10 +270,10 @@ def _normalize_unicode(text: str) -> str:
 # --- folders ---
 
 
-def _files_below(top: str, own: set[str], found: FolderScan, not_files: list[ReadFailure]) -> Iterator[str]:
+def _files_below(top: str, excluded: set[str], scan: FolderScan, not_files: list[ReadFailure]) -> Iterator[str]:
     """Yield the files below `top` in order of the parts of their paths.
 
-    Adds folders that cannot be listed, names that are not UTF-8, and ignored paths to `found`. Adds pipes, devices,
+    Adds folders that cannot be listed, names that are not UTF-8, and ignored paths to `scan`. Adds pipes, devices,
     links to folders and broken links to `not_files`.
     """
     waiting: list[tuple[str, bool, GitignoreRules]] = [(top, True, GitignoreRules.from_parents(top))]
@@ -287,18 +287,18 @@ def _files_below(top: str, own: set[str], found: FolderScan, not_files: list[Rea
         except (FileNotFoundError, NotADirectoryError):
             continue  # deleted since its folder was listed
         except OSError as error:
-            found.unreadable.append(ReadFailure(path, f"{error.strerror or error}; check its permissions"))
+            scan.unreadable.append(ReadFailure(path, f"{error.strerror or error}; check its permissions"))
             continue
         names = {entry.name for entry in entries}
         if path != top and any(ours <= names for ours in _RAGBLEND_FOLDER_FILES):
             continue
         inside = ignored.add_folder_rules(path) if ".gitignore" in names else ignored
         for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
-            kind = _kind(entry, found.unreadable)
-            if not kind or (kind == "folder" and entry.path in own):
+            kind = _kind(entry, scan.unreadable)
+            if not kind or (kind == "folder" and entry.path in excluded):
                 continue
             if inside.is_ignored(entry.path, kind == "folder"):
-                found.ignored.append(entry.path)
+                scan.ignored.append(entry.path)
             elif kind == "other":
                 not_files.append(ReadFailure(entry.path, _reason_no_file(entry.path)))
             else:
@@ -330,32 +330,32 @@ def _reason_no_file(path: str) -> str:
     return _LINKED_FOLDER_REASON if stat.S_ISDIR(mode) else f"is {kind_of_file(mode)}, not a file; remove it"
 
 
-def _leads_to_folder_of(found: FolderScan, path: str) -> bool:
+def _leads_to_folder_of(scan: FolderScan, path: str) -> bool:
     """Return True for a link to a folder whose files are read under their own names."""
-    return os.path.isdir(path) and any(is_same_or_below(os.path.realpath(path), top) for top in found.roots)
+    return os.path.isdir(path) and any(is_same_or_below(os.path.realpath(path), top) for top in scan.roots)
 
 
-def _drop_outside_links(found: FolderScan) -> list[ReadFailure]:
+def _drop_outside_links(scan: FolderScan) -> list[ReadFailure]:
     """Drop links to files outside of the roots, and return them: a folder's writers may not be allowed to read those
     files.
     """
     dropped = []
-    for path in [each for each in found.files if each not in found.named_files and os.path.islink(each)]:
+    for path in [each for each in scan.files if each not in scan.named_files and os.path.islink(each)]:
         target = os.path.realpath(path)
-        if not any(is_same_or_below(target, top) for top in found.roots):
+        if not any(is_same_or_below(target, top) for top in scan.roots):
             dropped.append(ReadFailure(path, _LINK_OUTSIDE_REASON))
-            del found.files[path]
+            del scan.files[path]
     return dropped
 
 
-def _deduplicate_links(found: FolderScan) -> None:
+def _deduplicate_links(scan: FolderScan) -> None:
     """Keep one name of every file that has several: its own, else the first."""
     names: dict[str, str] = {}
-    for path in sorted(found.files, key=os.path.islink):
+    for path in sorted(scan.files, key=os.path.islink):
         if names.setdefault(os.path.realpath(path) if os.path.islink(path) else path, path) != path:
-            found.links.add(path)
-    for path in found.links:
-        del found.files[path]
+            scan.links.add(path)
+    for path in scan.links:
+        del scan.files[path]
 
 
 # --- patterns ---

@@ -36,10 +36,10 @@ class GitignoreRules(NamedTuple):
             if parent == folder:
                 return GitignoreRules()
             folders.append(folder := parent)
-        found = GitignoreRules()
+        rules = GitignoreRules()
         for each in reversed(folders):
-            found = found.add_folder_rules(each)
-        return GitignoreRules() if found.is_ignored(top, True) else found
+            rules = rules.add_folder_rules(each)
+        return GitignoreRules() if rules.is_ignored(top, True) else rules
 
     def add_folder_rules(self, folder: str) -> GitignoreRules:
         """Return these rules and those of the folder's own `.gitignore`."""

@@ -92,14 +92,16 @@ def _find_code(text: str) -> Iterator[tuple[int, int]]:
 
 def _find_headings(text: str, marks: Sequence[Mark], code: Spans) -> list[tuple[int, int]]:
     """Return the lines of headings: those with a mark, and Markdown's `# x` outside of code."""
-    found = {line.start(): line.end() for line in _MARKDOWN_HEADING.finditer(text) if not code.find(line.start() + 1)}
+    headings = {
+        line.start(): line.end() for line in _MARKDOWN_HEADING.finditer(text) if not code.find(line.start() + 1)
+    }
     end = -1
     for offset in sorted({mark.offset for mark in marks if mark.kind == "heading"}):
         if max(end, 0) <= offset < len(text):  # each line is searched once
             end = _end_of_line(text, offset)
-            found[offset] = end
+            headings[offset] = end
     spans: list[tuple[int, int]] = []
-    for start, end in sorted(found.items()):
+    for start, end in sorted(headings.items()):
         underline = _UNDERLINE.match(text, end)
         if not spans or start >= spans[-1][1]:
             spans.append((start, underline.end() if underline else end))

@@ -83,16 +83,16 @@ def import_loader(name: str) -> Loader:
     folder = str(Path.cwd())
     sys.path.append(folder)  # last, so that a json.py there does not replace the standard library's
     try:
-        found = pkgutil.resolve_name(name)
+        loader = pkgutil.resolve_name(name)
     except Exception as error:  # importing a module may raise any error
         raise UsageError(
             f"the loader {name} cannot be imported ({_describe(error)}); check the name, and import it in Python"
         ) from error
     finally:
         sys.path.remove(folder)
-    if not callable(found):
-        raise UsageError(f"the loader {name} is a {type(found).__name__}; name a function from a path to documents")
-    return found  # type: ignore[no-any-return]
+    if not callable(loader):
+        raise UsageError(f"the loader {name} is a {type(loader).__name__}; name a function from a path to documents")
+    return loader  # type: ignore[no-any-return]
 
 
 def get_loader_version(loader: Loader) -> str:
@@ -147,14 +147,14 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _list_items(found: Any) -> Iterable[Any]:
-    if hasattr(found, "lazy_load"):  # a LangChain loader: the loader is its class
-        return found.lazy_load()  # type: ignore[no-any-return]
-    if found is None:
+def _list_items(value: Any) -> Iterable[Any]:
+    if hasattr(value, "lazy_load"):  # a LangChain loader: the loader is its class
+        return value.lazy_load()  # type: ignore[no-any-return]
+    if value is None:
         return ()
-    if isinstance(found, str) or not isinstance(found, Iterable) or _is_document(found):
-        return (found,)  # LangChain's Documents are iterable (over their fields)
-    return found
+    if isinstance(value, str) or not isinstance(value, Iterable) or _is_document(value):
+        return (value,)  # LangChain's Documents are iterable (over their fields)
+    return value
 
 
 def _is_document(item: Any) -> bool:

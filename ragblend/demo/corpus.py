@@ -60,15 +60,15 @@ class Corpus:
 
     def gold_chunks(self, question: Question) -> tuple[int, ...]:
         """Return the numbers of the chunks that answer `question`. The chunks of all records are numbered in order."""
-        found, number = set(), 0
+        numbers, number = set(), 0
         for record in self.records:
             for chunk in record.chunks:
                 start = record.markdown.index(chunk)
                 for span in question.gold:
                     if span["source"] == record.filename and start <= span["start"] < start + len(chunk):
-                        found.add(number)
+                        numbers.add(number)
                 number += 1
-        return tuple(sorted(found))
+        return tuple(sorted(numbers))
 
     def write(self, out: Path) -> None:
         """Write every record and the questions. Other files in `out` are kept."""

@@ -168,11 +168,11 @@ def show_answers(rows: Sequence[dict[str, Any]], echo: Echo) -> None:
         for line in _source_lines(row):
             echo(f"  {line}")
         echo(f"  {'mode':<8}{'answer':<16}{'':<7}{'reused':>8}{'recomputed':>12}{'first token':>13}")
-        for mode, found in row["modes"].items():
-            report = found["report"]
+        for mode, answer in row["modes"].items():
+            report = answer["report"]
             verdict = "" if not row["answer"] else "right" if _is_right(row, mode) else "WRONG"
             echo(
-                f"  {mode:<8}{found['answer']:<16}{verdict:<7}{report['num_reused_tokens']:>8}"
+                f"  {mode:<8}{answer['answer']:<16}{verdict:<7}{report['num_reused_tokens']:>8}"
                 f"{report['num_recomputed_tokens']:>12}{report['ttft_s'] * 1e3:>10.0f} ms"
             )
         blend = row["modes"]["blend"]["report"]

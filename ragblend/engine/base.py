@@ -189,11 +189,11 @@ class LocalEngine(EngineBase, ABC):
         self.default_prefix_ids = renderer.prefix_ids(self.system, pins_date=True)
         if context is not None:
             CONTEXT.validate("context", context)
-        known = context or store.read_context_policy()
+        policy = context or store.read_context_policy()
         self.num_layers = num_layers
         self.default_context = default_context_policy(num_layers)
-        self.context: ContextPolicy = known or self.default_context
-        self._knows_context = known is not None
+        self.context: ContextPolicy = policy or self.default_context
+        self._knows_context = policy is not None
         self.neutral_ids = renderer.neutral_ids
         self._stores_missing = on_miss == "store"
         # Opened here, and not at the first prompt: a catalogue that does not answer then must not fail the prompt.

@@ -122,11 +122,11 @@ def _logprobs(logits: Tensor, token: int, num_top: int) -> TokenLogprob:
 
     `logits` [vocabulary] are the model's own, without penalties; tokens of probability 0 are left out.
     """
-    found = logits.float().log_softmax(dim=-1)
-    values, ids = found.topk(min(num_top, len(found)))
+    logprobs = logits.float().log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(num_top, len(logprobs)))
     likeliest = zip(ids.tolist(), values.tolist(), strict=True)
     top = [(other, value) for other, value in likeliest if value > -math.inf]
-    return TokenLogprob(token, float(found[token]), top)
+    return TokenLogprob(token, float(logprobs[token]), top)
 
 
 class AnswerText:
@@ -165,8 +165,8 @@ class AnswerText:
         return rest
 
     def _decode_new_ids(self) -> str:
-        known, whole = (self._renderer.plain_text(ids) for ids in (self._shown_ids, self._shown_ids + self._new_ids))
-        return whole[len(known) :]
+        before, whole = (self._renderer.plain_text(ids) for ids in (self._shown_ids, self._shown_ids + self._new_ids))
+        return whole[len(before) :]
 
     def _cut(self, text: str) -> str:
         """Return the part of the held text and `text` that can be shown, without the template's lead of an answer."""
@@ -175,8 +175,8 @@ class AnswerText:
         self._shown_ids, self._new_ids = self._new_ids, []
         text = text if self._has_begun else text.removeprefix(self._renderer.whitespace_before_answer)
         self._has_begun = True
-        shown, self._held, self.stopped = cut_at_stop(self._held + text, self._stop)
-        return shown
+        text_before_stop, self._held, self.stopped = cut_at_stop(self._held + text, self._stop)
+        return text_before_stop
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
@@ -188,9 +188,9 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
     >>> cut_at_stop("one E", ["END"]), cut_at_stop("EN two END three", ["END"])
     (('one ', 'E', False), ('EN two ', '', True))
     """
-    found = [(place + len(each), place) for each in stop if (place := text.find(each)) >= 0]
-    if found:
-        return text[: min(found)[1]], "", True
+    stops = [(place + len(each), place) for each in stop if (place := text.find(each)) >= 0]
+    if stops:
+        return text[: min(stops)[1]], "", True
     longest = min(max(map(len, stop), default=0) - 1, len(text))
     ends = (text[-size:] for size in range(longest, 0, -1))
     held = next((end for end in ends if any(each.startswith(end) for each in stop)), "")

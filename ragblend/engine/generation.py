@@ -264,15 +264,15 @@ class RunningAnswer:
                 tokens = [token] if guide is None else guide.accept_with_forced(token, limit - len(result.token_ids))
                 if len(tokens) > 1:
                     sampler.record_forced(tokens[1:])
-                shown = ""
+                answer_text = ""
                 for token in tokens:
                     result.token_ids.append(token)
-                    shown += text.push(token)
+                    answer_text += text.push(token)
                     if text.stopped:
                         break
-                if shown:
-                    result.text += shown
-                    yield shown
+                if answer_text:
+                    result.text += answer_text
+                    yield answer_text
                 if text.stopped or (guide is not None and guide.ended):
                     result.finish_reason = "stop"
                     break

@@ -83,10 +83,10 @@ def load_engine(
     `max_num_seqs`: most answers that are decoded together, each with its KV in memory. None is 8. For vLLM, put it into
     `vllm_options`.
     """
-    given: dict[str, Any] = {**options}
-    loading = {name: given.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in given}
+    arguments: dict[str, Any] = {**options}
+    loading = {name: arguments.pop(name) for name in (*MODEL_NAMES, "torch_dtype") if name in arguments}
     asked = ModelOptions.from_keywords(**loading)
-    settings = LoadOptions(**given)
+    settings = LoadOptions(**arguments)
     if isinstance(store, str | Path):
         store = expand_user_path(store, "store")
     elif store is not None and not is_server_url(backend) and not isinstance(store, KVStore):
@@ -147,16 +147,16 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
     from ragblend.prompt.render import Renderer
 
     checkpoint, folder = None, expand_user_path(store, "store").absolute()
-    given = dict(options)
-    loading = ModelOptions(**{name: given.pop(name) for name in ("dtype", "device", "trust_remote_code")})
-    if not is_server_url(given.pop("backend")) and model is not None:
+    arguments = dict(options)
+    loading = ModelOptions(**{name: arguments.pop(name) for name in ("dtype", "device", "trust_remote_code")})
+    if not is_server_url(arguments.pop("backend")) and model is not None:
         with suppress(UnsupportedModelError, OSError, ValueError, AttributeError):  # load_engine says what is wrong
             checkpoint = find_checkpoint(model, loading)
     spec = None if checkpoint is None else DiskStore(folder).model_specs().get(checkpoint.fingerprint)
     if checkpoint is None or spec is None:
         engine: DocumentEngine = load_engine(model, store, **options)
         return engine
-    settings = LoadOptions(**given)
+    settings = LoadOptions(**arguments)
     tiers = open_store(folder, **settings.tiers)
     return WeightlessEngine(
         Renderer(load_tokenizer(str(model), loading)[0]),
@@ -197,11 +197,11 @@ def find_store_model(store: Any) -> str:
         names = sorted({str(facts["model"]) for facts in DiskStore(store).models().values() if facts.get("model")})
     if len(names) == 1:
         return names[0]
-    held = f"{store} holds KV of {', '.join(names)}" if names else f"the store {store} names none"
+    reason = f"{store} holds KV of {', '.join(names)}" if names else f"the store {store} names none"
     if store is None:
-        held = "no store is given that names one"
+        reason = "no store is given that names one"
     raise UsageError(
-        f"`model` is not given, and {held}; give a Hugging Face id or a local path, or `model='demo'` for a trial"
+        f"`model` is not given, and {reason}; give a Hugging Face id or a local path, or `model='demo'` for a trial"
     )
 
 
@@ -262,11 +262,11 @@ def _load_transformers(
     else:
         if changed := _changed_tiers(settings):
             urls = ("remote", "catalog")
-            shown = [f"{name}={redact_url(value) if name in urls else value}" for name, value in changed.items()]
+            changes = [f"{name}={redact_url(value) if name in urls else value}" for name, value in changed.items()]
             raise UsageError(
-                f"{', '.join(shown)} cannot be set here: store is a {type(store).__name__}, whose tiers and catalogue "
-                "are set when it is made. Leave it out of arguments, environment and ragblend.toml, and make the store "
-                f"with it: store=open_store(PATH, {', '.join(f'{name}=...' for name in changed)})"
+                f"{', '.join(changes)} cannot be set here: store is a {type(store).__name__}, whose tiers and "
+                "catalogue are set when it is made. Leave it out of arguments, environment and ragblend.toml, and make "
+                f"the store with it: store=open_store(PATH, {', '.join(f'{name}=...' for name in changed)})"
             )
         kv_store = store
     loaded = load_model(model, asked) if pair is None else adopt_loaded_model(pair, asked)
@@ -361,14 +361,14 @@ def _load_vllm(
     require_vllm()
     trust = asked.trust_remote_code
     checkpoint = find_checkpoint(model, asked)
-    found = str(checkpoint.path)
+    path = str(checkpoint.path)
     place = TemporaryDirectory(prefix="ragblend-kv-") if store is None else store.absolute()
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), settings.new_model, settings.catalog)
     transfer = transfer_config(
-        root, settings.tiers, model=found, system=settings.system, context=settings.context, trust_remote_code=trust
+        root, settings.tiers, model=path, system=settings.system, context=settings.context, trust_remote_code=trust
     )
-    tokenizer, _ = load_tokenizer(found, ModelOptions(trust_remote_code=trust))
+    tokenizer, _ = load_tokenizer(path, ModelOptions(trust_remote_code=trust))
     options = settings.vllm_options or {}
     return VllmEngine(
         checkpoint, Renderer(tokenizer), transfer, place, vllm_options=options, trust_remote_code=trust, **shared
@@ -393,9 +393,9 @@ def register_model(
     if "kv_shapes" in models.get(fingerprint, {}):
         return
     if models and not new_model and not disk.has_model(fingerprint):  # its metadata may be damaged, or of old format
-        held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
+        names = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         raise StoreMismatchError(
-            f"{path} holds KV of {held}, and none of the engine's model {facts['model']} ({facts['dtype']}). Use "
+            f"{path} holds KV of {names}, and none of the engine's model {facts['model']} ({facts['dtype']}). Use "
             f"another folder (`store`), or, if `ragblend ingest` filled this one, add the model's KV: "
             f"ragblend precompute --model {facts['model']} --store {path}"
         )

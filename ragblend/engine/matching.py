@@ -148,14 +148,14 @@ class KnownChunks:
                     self._record_outage(error)
                     return default
                 index = self._index
-            found = search(index)
+            result = search(index)
         except BackendUnreachableError as error:
             self._record_outage(error)
             return default
         if self._retry_at_s:
             self._retry_at_s = 0.0
             log.warning("the catalogue answers again, so stored chunks are found in prompts")
-        return found
+        return result
 
     def _record_outage(self, error: BackendUnreachableError) -> None:
         with self._outage_lock:
@@ -282,10 +282,10 @@ def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -
     """
     key = (registry.key or id(registry), tokenizer, namespace)
     with _OPEN_LOCK:
-        known = _OPEN.get(key)
-        if known is None:
-            known = _OPEN[key] = KnownChunks(registry, tokenizer, namespace)
-        return known
+        chunks = _OPEN.get(key)
+        if chunks is None:
+            chunks = _OPEN[key] = KnownChunks(registry, tokenizer, namespace)
+        return chunks
 
 
 def find_variants(

@@ -84,13 +84,15 @@ class NoReuseWarnings:
             headers = list(islice(store.headers(), MAX_HEADERS_READ))
         except OSError:  # a diagnostic must not fail an answer that is complete
             return None
-        own = [each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)]
+        usable = [
+            each for each in headers if (each.fingerprint, each.namespace) == (engine.fingerprint, engine.namespace)
+        ]
         if not headers and not all(tier.is_remote for tier in store.tiers):
             return EMPTY
-        if headers and not own:
+        if headers and not usable:
             return OTHER_MODEL
         known = {*prefixes, *(prefix + engine.neutral_ids for prefix in prefixes)}
-        if own and known.isdisjoint(each.prefix_ids for each in own):
+        if usable and known.isdisjoint(each.prefix_ids for each in usable):
             return OTHER_PREFIX
         return NO_MATCH if self._num_missed == NUM_PROMPTS_BEFORE_WARNING and not self._warned_causes else None
 

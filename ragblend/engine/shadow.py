@@ -90,23 +90,23 @@ class Shadow:
 
     def _work(self, compare: Callable[[], ShadowReport], report: BlendReport) -> None:
         try:
-            found = compare()
+            comparison = compare()
         except Exception as error:  # the answer is complete; a failed comparison must not end the process
             log.warning("a shadow comparison failed: %s: %s", type(error).__name__, error)
             with self._lock:
                 self._counters.num_failed += 1
             return
-        report.shadow = found
+        report.shadow = comparison
         with self._lock:
             counters = self._counters
             counters.num_shadowed += 1
-            counters.num_first_tokens_same += found.first_token_agrees
-            if found.first_token_kl is not None:
+            counters.num_first_tokens_same += comparison.first_token_agrees
+            if comparison.first_token_kl is not None:
                 counters.num_kl += 1
-                counters.kl_sum += found.first_token_kl
-            if found.answers_identical is not None:
+                counters.kl_sum += comparison.first_token_kl
+            if comparison.answers_identical is not None:
                 counters.num_answers += 1
-                counters.num_answers_same += found.answers_identical
+                counters.num_answers_same += comparison.answers_identical
 
 
 def yields_same_tokens(stream: Stream, answer: Generation) -> bool:

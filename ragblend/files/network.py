@@ -26,7 +26,7 @@ def parse_network_file_system(path: Path, mountinfo: str) -> str:
     >>> parse_network_file_system(Path("/home/a"), lines), parse_network_file_system(Path("/homes"), lines)
     ('nfs4', '')
     """
-    depth, found = -1, ""
+    depth, kind = -1, ""
     for line in mountinfo.splitlines():
         mount, separator, source = line.partition(" - ")
         fields = mount.split(" ")
@@ -34,8 +34,8 @@ def parse_network_file_system(path: Path, mountinfo: str) -> str:
             continue
         place = Path(_ESCAPE.sub(lambda code: chr(int(code[1], 8)), fields[4]))
         if path.is_relative_to(place) and len(place.parts) >= depth:
-            depth, found = len(place.parts), source.split(" ")[0]
-    return found if _NETWORK_TYPES.fullmatch(found) else ""
+            depth, kind = len(place.parts), source.split(" ")[0]
+    return kind if _NETWORK_TYPES.fullmatch(kind) else ""
 
 
 @lru_cache(64)

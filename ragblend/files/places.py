@@ -34,8 +34,8 @@ def expand_user_path(place: str | os.PathLike[str], name: str) -> Path:
         if url[1].lower() == "file":
             fix = f"write the path itself: /{unquote(text[url.end() :])}"
         raise UsageError(f"{name} is {redact_url(text)!r}, a URL, but it has to be a path on this machine; {fix}")
-    found = os.path.expanduser(text)  # noqa: PTH111 (Path's raises where there is no such user)
-    if found == text and text[0] in "~$" and not os.path.lexists(text):
+    expanded = os.path.expanduser(text)  # noqa: PTH111 (Path's raises where there is no such user)
+    if expanded == text and text[0] in "~$" and not os.path.lexists(text):
         reason = "there is no such user" if text[0] == "~" else "only shells expand variables"
         raise UsageError(f"{name} is {text!r}, but {reason}; write the whole path, or begin it with ~/ for your home")
-    return Path(found)
+    return Path(expanded)

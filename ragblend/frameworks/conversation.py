@@ -66,8 +66,8 @@ class ChatSession:
         except PromptTooLongError:
             log.warning("the last turns exceed the model's context, so the question is searched for unchanged")
             return question
-        found = " ".join(answer.text.split()).strip("\"'` ")
-        return found if found and answer.finish_reason == "stop" else question
+        rephrased = " ".join(answer.text.split()).strip("\"'` ")
+        return rephrased if rephrased and answer.finish_reason == "stop" else question
 
     def stream(self, chunks: Sequence[Part], question: str, **generation: Any) -> StreamedReply:
         """Return the stream of the answer to `question` over `chunks`.

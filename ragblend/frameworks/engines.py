@@ -33,8 +33,8 @@ def share_engine(model: Any, store: Any = None, **options: Any) -> Engine:
     if store is not None and not isinstance(store, str | Path):
         unshared: Engine = load_engine(model, store, **options)
         return unshared
-    given = sorted((name, value) for name, value in options.items() if value is not None)
-    key = (model, absolute_store(store), repr(given))
+    set_options = sorted((name, value) for name, value in options.items() if value is not None)
+    key = (model, absolute_store(store), repr(set_options))
     with _ENGINES_LOCK:
         engine = _ENGINES.get(key)
         if engine is None or not engine.is_usable:

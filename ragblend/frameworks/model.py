@@ -142,13 +142,13 @@ class BlendModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, given: Any) -> Any:
+    def _check_names(cls, settings: Any) -> Any:
         """Return the settings with other libraries' names replaced. Raises UsageError for an unknown name."""
-        if not isinstance(given, Mapping):
-            return given
-        given = replace_aliases(given, ALSO_CALLED)
+        if not isinstance(settings, Mapping):
+            return settings
+        settings = replace_aliases(settings, ALSO_CALLED)
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values() if field.alias)}
-        for name in given:
+        for name in settings:
             if name in ENGINE_OPTIONS:
                 raise UsageError(f"{name} is an engine option; pass engine_options={{{name!r}: ...}}")
             if name in CALL_OPTIONS:
@@ -158,7 +158,7 @@ class BlendModel(BaseModel):
                     name, [*ENGINE_OPTIONS, *CALL_OPTIONS]
                 )
                 raise UsageError(f"{cls.__name__} has no option {name!r}{near}")
-        return given
+        return settings
 
     def model_post_init(self, context: Any, /) -> None:
         """Validate the settings, then load or share the engine."""
@@ -189,11 +189,11 @@ class BlendModel(BaseModel):
                 "engine and engine_options are both given, but engine_options are for an engine that this model loads; "
                 "pass them to load_engine(...)"
             )
-        known = opened or {"model": self.engine.name, "system": self.engine.system}
-        self.model = known["model"]
-        for name in _ENGINE_FIELDS.intersection(known):
+        settings = opened or {"model": self.engine.name, "system": self.engine.system}
+        self.model = settings["model"]
+        for name in _ENGINE_FIELDS.intersection(settings):
             if name not in self.model_fields_set or getattr(self, name) is None:
-                setattr(self, name, known[name])
+                setattr(self, name, settings[name])
 
     @field_serializer(*MAY_HOLD_SECRETS)
     def _without_secrets(self, value: Any) -> Any:
@@ -245,14 +245,14 @@ class BlendModel(BaseModel):
     def __getstate__(self) -> dict[Any, Any]:
         """Return the settings with which the engine can be loaded again. Raises TypeError if there are none."""
         opened = _OPENED_WITH.get(self.engine)
-        given = "engine" if opened is None else "model" if opened["pair"] is not None else ""
-        if not given and not isinstance(self.store, str | Path | None):
-            given = "store"
-        if given:
+        unpicklable = "engine" if opened is None else "model" if opened["pair"] is not None else ""
+        if not unpicklable and not isinstance(self.store, str | Path | None):
+            unpicklable = "store"
+        if unpicklable:
             name = type(self).__name__
             raise TypeError(
-                f"the {given} of this {name} is an object of this process, which cannot be pickled; pass names and "
-                f"paths instead: {name}(model=..., store='DIR'). copy.deepcopy works and shares the {given}"
+                f"the {unpicklable} of this {name} is an object of this process, which cannot be pickled; pass names "
+                f"and paths instead: {name}(model=..., store='DIR'). copy.deepcopy works and shares the {unpicklable}"
             )
         bare = copy(self)
         del bare.__dict__["engine"]
@@ -304,8 +304,8 @@ class BlendModel(BaseModel):
             raise UsageError(
                 f"the call has {unknown[0]}=...{near}; the options of a call are {', '.join(OPTION_NAMES)}"
             )
-        given = self._default_options() | {name: call[name] for name in OPTION_NAMES if call.get(name) is not None}
-        return CallOptions(**{name: value for name, value in given.items() if value is not None})
+        options = self._default_options() | {name: call[name] for name in OPTION_NAMES if call.get(name) is not None}
+        return CallOptions(**{name: value for name, value in options.items() if value is not None})
 
     def _default_options(self) -> dict[str, Any]:
         """Return the default options of a call: those of the fields and of `call_options`."""

@@ -34,12 +34,13 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     available = f"{format_bytes(free)} free"
     if disk.certainly_fits(nbytes):
         return available
-    held = disk.nbytes(lists_again=False)
-    limit = disk.limit_bytes(held)
-    if limit is not None and nbytes > limit * (1 - RESCAN_SHARE) - held:  # other processes may have used the rest
-        held = disk.nbytes()
-        limit = disk.limit_bytes(held)
-    if limit is None or nbytes <= limit - held:
+    stored_bytes = disk.nbytes(lists_again=False)
+    limit = disk.limit_bytes(stored_bytes)
+    # Other processes may have used the rest.
+    if limit is not None and nbytes > limit * (1 - RESCAN_SHARE) - stored_bytes:
+        stored_bytes = disk.nbytes()
+        limit = disk.limit_bytes(stored_bytes)
+    if limit is None or nbytes <= limit - stored_bytes:
         return available
     if disk.capacity_bytes == "auto" and nbytes > limit:  # a configured limit may evict; an automatic one must not
         raise StoreFullError(
@@ -48,6 +49,6 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
             "`precompute=False` only indexes"
         )
     return (
-        f"{available}; the store holds {format_bytes(held)} and may hold {format_bytes(limit)}, so the least recently "
-        "used KV is evicted (to keep it: `disk_gib=...`)"
+        f"{available}; the store holds {format_bytes(stored_bytes)} and may hold {format_bytes(limit)}, so the least "
+        "recently used KV is evicted (to keep it: `disk_gib=...`)"
     )

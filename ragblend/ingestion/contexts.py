@@ -46,12 +46,12 @@ def chunk_variants(chunks: Iterable[Chunk], policy: ContextPolicy) -> list[Chunk
     The KV of the chunk itself is computed after the prefix alone, and that of the neutral variant after the prefix and
     the neutral text.
     """
-    found: list[Chunk] = []
+    variants: list[Chunk] = []
     for chunk in chunks:
-        found.append(chunk)
+        variants.append(chunk)
         if policy == "neutral":
-            found.append(replace(chunk, context="neutral"))
-    return found
+            variants.append(replace(chunk, context="neutral"))
+    return variants
 
 
 def all_variants(text: str) -> list[Chunk]:

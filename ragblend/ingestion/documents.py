@@ -72,16 +72,16 @@ def find_indexed_documents(
     include_unfinished: also return removed documents whose KV is not completely deleted from `store`. Raises
     NotFoundError if no document matches.
     """
-    known = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
-    found = match_sources(name, known)
+    pairs = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
+    matches = match_sources(name, pairs)
     if include_unfinished:
         pending = sorted(find_pending_sources(index, store))
-        found += match_sources(name, [(source, source_path(source)) for source in pending])
-    if not found:
+        matches += match_sources(name, [(source, source_path(source)) for source in pending])
+    if not matches:
         if include_unfinished and not index.is_saved:  # a removal was killed before `save`
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend documents")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(matches))
 
 
 def find_stored_documents(name: str, documents: Sequence[StoredDocument], namespace: str) -> list[StoredDocument]:
@@ -93,13 +93,13 @@ def find_stored_documents(name: str, documents: Sequence[StoredDocument], namesp
     """
     if not name.strip():
         raise UsageError("the name is empty; pass an id, a collection or a source, as `ragblend documents` lists them")
-    if found := _match_documents(name, [each for each in documents if each.key.namespace == namespace]):
-        return found
-    found = _match_documents(name, [each for each in documents if each.key.namespace != namespace])
-    if len(namespaces := {each.key.namespace for each in found}) > 1:
+    if matches := _match_documents(name, [each for each in documents if each.key.namespace == namespace]):
+        return matches
+    matches = _match_documents(name, [each for each in documents if each.key.namespace != namespace])
+    if len(namespaces := {each.key.namespace for each in matches}) > 1:
         listed = ", ".join(map(repr, sorted(namespaces)))
         raise UsageError(f"{name!r} is in the namespaces {listed}; choose one: set RAGBLEND_NAMESPACE")
-    return found
+    return matches
 
 
 def _match_documents(name: str, documents: Sequence[StoredDocument]) -> list[StoredDocument]:
@@ -110,15 +110,15 @@ def _match_documents(name: str, documents: Sequence[StoredDocument]) -> list[Sto
         collections = ", ".join(repr(each.key.collection) for each in by_id)
         names = f"{name!r} is a document in the collections {collections}"
         raise UsageError(f"{names}; name one: COLLECTION/{name}")
-    for found in (by_id, [each for each in documents if each.key.collection == name]):
-        if found:
-            return found
-    if found := [each for each in documents if each.source == name]:
-        return found
+    for matches in (by_id, [each for each in documents if each.key.collection == name]):
+        if matches:
+            return matches
+    if matches := [each for each in documents if each.source == name]:
+        return matches
     files = [_absolute_source(each.source or each.index_source) for each in documents]
-    known = [(each.index_source or file, file) for each, file in zip(documents, files, strict=True)]
-    matched = {*match_sources(name, known)}
-    return [each for each, (source, _) in zip(documents, known, strict=True) if source in matched]
+    pairs = [(each.index_source or file, file) for each, file in zip(documents, files, strict=True)]
+    matched = {*match_sources(name, pairs)}
+    return [each for each, (source, _) in zip(documents, pairs, strict=True) if source in matched]
 
 
 def _absolute_source(source: str) -> str:
@@ -140,8 +140,8 @@ def find_text_documents(
     If no document has the text, but an engine or a prompt stored it as a chunk, it becomes a document of `namespace`.
     Raises UsageError for a text that only other documents have.
     """
-    if found := [each for each in documents if each.key.id == text_id(text)]:
-        return found
+    if matches := [each for each in documents if each.key.id == text_id(text)]:
+        return matches
     if owners := [each for each in documents if text_key(text) in find_text_keys(each, registry, index)]:
         listed = ", ".join(f"{each.key.collection}/{each.key.id}" for each in owners[:_MAX_LISTED])
         more = f" and {len(owners) - _MAX_LISTED} more" if len(owners) > _MAX_LISTED else ""
@@ -162,13 +162,13 @@ def remove_stored_documents(
     index. engine: None if no KV is stored. index: None if no document is in it. Raises BackendUnreachableError if a
     remote tier did not answer; see `remove_documents`.
     """
-    given = list(documents)
+    remaining = list(documents)
     removal = Removal(0, 0)
-    sources = [each.index_source for each in given if each.index_source]
+    sources = [each.index_source for each in remaining if each.index_source]
     if sources:
         assert index is not None
         removal = remove_documents(sources, engine, index)
-    added = [each for each in given if not each.index_source or each.index_source != each.key.id]
+    added = [each for each in remaining if not each.index_source or each.index_source != each.key.id]
     if not added or engine is None:
         return removal
     num_removed = _delete_added([each.key for each in added], engine)
@@ -190,8 +190,8 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, inde
     """
     store = None if engine is None or isinstance(engine, RemoteEngine) else engine.store
     known, begun = set(index.sources()), find_pending_sources(index, store)
-    given = [source for source in sources if source in known or source not in begun]
-    num_chunks = sum(index.remove_document(source) for source in given)
+    existing = [source for source in sources if source in known or source not in begun]
+    num_chunks = sum(index.remove_document(source) for source in existing)
     unfinished, num_removed = None, 0
     if engine is not None:
         try:
@@ -268,9 +268,9 @@ def describe_documents(
     documents: Iterable[StoredDocument], disk: DiskStore | None, registry: ChunkRegistry, index: IndexedDocuments | None
 ) -> StoreListing:
     """Return the details of documents that `list_documents` returned. Loads no model and no tokenizer."""
-    given = [(each, find_text_keys(each, registry, index)) for each in documents]
+    keys_by_document = [(each, find_text_keys(each, registry, index)) for each in documents]
     wanted: dict[str, set[bytes]] = {}
-    for each, keys in given:
+    for each, keys in keys_by_document:
         wanted.setdefault(each.key.namespace, set()).update(keys)
     sizes_of: dict[tuple[str, bytes], dict[str, int]] = {}
     short: dict[str, set[bytes]] = {}
@@ -280,13 +280,13 @@ def describe_documents(
             sizes = {entry: disk.file_bytes(entry) for entry in entries} if disk is not None else {}
             sizes_of[namespace, key] = {entry: nbytes for entry, nbytes in sizes.items() if nbytes}
     listing = StoreListing([], {entry for sizes in sizes_of.values() for entry in sizes})
-    for each, keys in given:
+    for each, keys in keys_by_document:
         collection, document_id, namespace = each.key
-        found = [sizes_of[namespace, key] for key in keys]
-        num_stored = sum(map(bool, found))
-        state = "stored" if num_stored == len(found) else "partial" if num_stored else "without_kv"
+        entry_sizes = [sizes_of[namespace, key] for key in keys]
+        num_stored = sum(map(bool, entry_sizes))
+        state = "stored" if num_stored == len(entry_sizes) else "partial" if num_stored else "without_kv"
         state = each.status if each.status in ("pending", "failed") else state
-        kv_bytes = sum({entry: nbytes for sizes in found for entry, nbytes in sizes.items()}.values())
+        kv_bytes = sum({entry: nbytes for sizes in entry_sizes for entry, nbytes in sizes.items()}.values())
         text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(document_id) else ""
         reason = each.reason
         if not reason and (num_short := len(short[namespace] & keys)):

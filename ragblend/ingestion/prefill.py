@@ -48,7 +48,7 @@ def num_chunk_tokens(chunk: Chunk, engine: Engine) -> int:
 
 
 def send_to_remote(
-    known: Sequence[Chunk], new: Sequence[Chunk], engine: Engine, report: IngestReport, progress: Progress
+    stored: Sequence[Chunk], new: Sequence[Chunk], engine: Engine, report: IngestReport, progress: Progress
 ) -> None:
     """Send the KV of stored chunks to the remote tiers that lack it. Wait until it has arrived.
 
@@ -58,7 +58,7 @@ def send_to_remote(
     if not engine.store.find_tiers(RemoteStore):
         return
     local = [tier for tier in engine.store.tiers if not tier.is_remote]
-    keys = [key for key in map(engine.key, known) if any(tier.contains(key) for tier in local)]
+    keys = [key for key in map(engine.key, stored) if any(tier.contains(key) for tier in local)]
     keys += map(engine.key, new)
     for remote, sent in finish_sending(keys, engine.store, progress):
         if num_dropped := sent.num_dropped + sent.num_damaged:

@@ -71,8 +71,8 @@ class RayWorkers:
         self._is_own = not self._ray.is_initialized()
         if self._is_own:
             self._start_ray(address, ceil(count * num_cpus), num_gpus * count)
-        found = expand_user_path(model, "model")
-        model = str(found.resolve()) if found.exists() else str(model)
+        path = expand_user_path(model, "model")
+        model = str(path.resolve()) if path.exists() else str(model)
         store = str(expand_user_path(store, "store").resolve())
         # A worker never reads KV that it stored, so it needs no memory tier.
         options |= {"memory_gib": 0.0, "new_model": True}

@@ -85,8 +85,8 @@ def calibrate_if_due(chunks: Sequence[Chunk], engine: Engine, progress: Progress
         logger.warning("the default ratio was not measured: %s", error)
         return None
     fit = calibration.fits[0]
-    own = find_rule("auto", engine.num_layers).ratio
-    return Expectation(fit.ratio, fit.kl_at(fit.ratio), own, fit.kl_at(own))
+    default_ratio = find_rule("auto", engine.num_layers).ratio
+    return Expectation(fit.ratio, fit.kl_at(fit.ratio), default_ratio, fit.kl_at(default_ratio))
 
 
 def make_prompts(chunks: Sequence[Chunk], system: str | None) -> list[Prompt]:
@@ -134,13 +134,13 @@ def calibrate_on_chunks(prompts: Sequence[Prompt], engine: MeasurableEngine, pro
         progress("measure", number, len(prompts))
         request = engine.request(prompt, mode="full", max_tokens=1)
         full = engine.prefill(request).logits
-        for ratio, found in samples.items():
+        for ratio, measured in samples.items():
             blend = engine.prefill(replace(request, mode="blend", tuning=RequestTuning(rule.name, ratio)))
             agrees = bool(blend.logits.argmax() == full.argmax())
             budgets = blend.report.charged_budget, blend.report.charged_budget_32
-            found.append((first_token_kl(full, blend.logits), agrees, *budgets))
+            measured.append((first_token_kl(full, blend.logits), agrees, *budgets))
     progress("measure", len(prompts), len(prompts))
-    curve = tuple(_point(ratio, found) for ratio, found in samples.items())
+    curve = tuple(_point(ratio, measured) for ratio, measured in samples.items())
     curve += (CurvePoint(1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0),)  # exact
     fit = RuleFit(rule.name, 0, 1.0, False, curve, "kl")
     chosen = next((ratio for ratio in RATIOS if fit.kl_at(ratio) <= MAX_KL), RATIOS[-1])

@@ -46,9 +46,9 @@ def _send(
     counts, reasons, num_done = Counter[str](), dict[str, Mapping[str, str]](), 0
     on_progress("prefill", 0, num_chunks)
     for batch in _batches(documents):
-        stored, found = engine.send_documents(collection, batch, _shifted(on_progress, num_done, num_chunks))
+        stored, problems = engine.send_documents(collection, batch, _shifted(on_progress, num_done, num_chunks))
         counts.update(stored)
-        reasons |= {reason["id"]: reason for reason in found}
+        reasons |= {reason["id"]: reason for reason in problems}
         num_done += sum(len(document["chunks"]) for document in batch)
         on_progress("prefill", num_done, num_chunks)
     report.num_known_kv += counts["num_known_kv"]
@@ -121,7 +121,7 @@ def send_indexed_chunks(
 
 
 def send_documents(
-    given: Sequence[Any],
+    documents: Sequence[Any],
     chunks: Sequence[Chunk],
     identities: Sequence[Identity],
     collection: str,
@@ -136,7 +136,7 @@ def send_documents(
     report = IngestReport(bytes_per_token=engine.bytes_per_token)
     sent: dict[str, dict[str, Any]] = {}
     described: dict[str, str] = {}
-    for document, chunk, identity in zip(given, chunks, identities, strict=True):
+    for document, chunk, identity in zip(documents, chunks, identities, strict=True):
         name = identity.id
         described.setdefault(name, document_label(document, chunk))
         sent.setdefault(name, {"id": name, "chunks": []})["chunks"].append(chunk.text)

@@ -260,11 +260,11 @@ class _SyncPass:
 def explain_empty_corpus(paths: str | Path | Sequence[str | Path], glob: str, report: IngestReport) -> str:
     """Return the message of an EmptyCorpusError, with the first skipped and the first ignored file."""
     names = str(paths) if isinstance(paths, str | Path) else ", ".join(str(path) for path in paths)
-    found = [
+    reasons = [
         *(f"{display_source(path)} {reason}" for path, reason in report.skipped[:1]),
         *(f".gitignore excludes {display_source(path)}: name it to read it" for path in report.ignored[:1]),
     ]
-    why = f" ({'; '.join(found)})" if found else ""
+    why = f" ({'; '.join(reasons)})" if reasons else ""
     return f"{names} contains no documents that match {glob!r}{why}; name a folder with text files"
 
 

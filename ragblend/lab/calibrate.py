@@ -124,7 +124,8 @@ def calibrate(
     def prompts(texts: Sequence[str]) -> list[Prompt]:
         hits = (index.search(text, k, neighbours=neighbours, order=order) for text in texts)
         return [
-            Prompt([hit.chunk for hit in found], text, engine.system) for found, text in zip(hits, texts, strict=True)
+            Prompt([hit.chunk for hit in chunk_hits], text, engine.system)
+            for chunk_hits, text in zip(hits, texts, strict=True)
         ]
 
     measured = measure_curves(engine, prompts(fitted), names, grid, progress)
@@ -310,10 +311,10 @@ class _TimedPrefill(NamedTuple):
 def _time_prefill(engine: TransformersEngine, request: EngineRequest) -> _TimedPrefill:
     """Prefill a request. The time contains matching, as the report's does."""
     start_s = time.perf_counter()
-    found = engine.prefill(request)
-    if found.logits.device.type == "cuda":
-        torch.cuda.synchronize(found.logits.device)
-    return _TimedPrefill(found.logits, found.report, time.perf_counter() - start_s + request.prompt.match_s)
+    prefilled = engine.prefill(request)
+    if prefilled.logits.device.type == "cuda":
+        torch.cuda.synchronize(prefilled.logits.device)
+    return _TimedPrefill(prefilled.logits, prefilled.report, time.perf_counter() - start_s + request.prompt.match_s)
 
 
 def _run_full_prefill(engine: TransformersEngine, prompt: Prompt) -> tuple[EngineRequest, _TimedPrefill]:
@@ -330,10 +331,15 @@ def _run_blend(
     """Blend a request as the engine does with `fit`. Return the comparison with full prefill's logits `full` [V], and
     the seconds to the first token."""
     tuning = RequestTuning(fit.rule, ratio, fit, is_auto_rule=True)
-    found = _time_prefill(engine, replace(request, mode="blend", tuning=tuning))
-    agrees = bool(found.logits.argmax() == full.argmax())
-    sample = (agrees, first_token_kl(full, found.logits), found.report.charged_budget, found.report.charged_budget_32)
-    return sample, found.ttft_s
+    blended = _time_prefill(engine, replace(request, mode="blend", tuning=tuning))
+    agrees = bool(blended.logits.argmax() == full.argmax())
+    sample = (
+        agrees,
+        first_token_kl(full, blended.logits),
+        blended.report.charged_budget,
+        blended.report.charged_budget_32,
+    )
+    return sample, blended.ttft_s
 
 
 # -- fitting: arithmetic on what was measured

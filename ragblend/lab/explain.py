@@ -73,14 +73,14 @@ class ExplainedSegment:
     @property
     def deviation(self) -> float | None:
         """Mean deviation of the tokens whose KV was stored; None if there are none."""
-        known = [token.deviation for token in self.tokens if token.deviation is not None]
-        return sum(known) / len(known) if known else None
+        values = [token.deviation for token in self.tokens if token.deviation is not None]
+        return sum(values) / len(values) if values else None
 
     @property
     def attention(self) -> float | None:
         """Share of the question's attention on this span; None for a rule without a query probe."""
-        known = [token.attention for token in self.tokens if token.attention is not None]
-        return sum(known) if known else None
+        values = [token.attention for token in self.tokens if token.attention is not None]
+        return sum(values) if values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,8 @@ class Explanation:
 
     def attention_on(self, *states: TokenState) -> float | None:
         """Return the share of the question's attention on tokens in these states; None without a query probe."""
-        known = [token.attention for token in self.tokens if token.attention is not None and token.state in states]
-        return None if self.report.attention_stale is None else sum(known)
+        values = [token.attention for token in self.tokens if token.attention is not None and token.state in states]
+        return None if self.report.attention_stale is None else sum(values)
 
 
 def explain(engine: TransformersEngine, prompt: Prompt, **options: Unpack[EngineKeywords]) -> Explanation:
@@ -181,7 +181,7 @@ class Comparison:
         """
         (blended, answer), (full, full_answer) = self._kept["blend"], self._kept["full"]
         request = self._request
-        found, deviations = self._stored or self._keep_stored(full)
+        hits, deviations = self._stored or self._keep_stored(full)
         remaining = _deviations(full.fused, blended.fused, request.prompt.num_tokens)
         self._kept = {mode: kept for mode, kept in self._kept.items() if mode in ("full", "blend")}
         return Explanation(
@@ -192,7 +192,7 @@ class Comparison:
             **self.agreement("blend"),
             report=answer.report,
             full_report=full_answer.report,
-            segments=tuple(_segments(self._engine, request, blended, found, deviations, remaining)),
+            segments=tuple(_segments(self._engine, request, blended, hits, deviations, remaining)),
         )
 
     def _keep_stored(self, full: PrefillResult) -> tuple[set[int], list[float]]:
@@ -202,8 +202,8 @@ class Comparison:
         kept = self._kept.get("reuse")
         stored = kept[0] if kept is not None else self._engine.prefill(replace(request, mode="reuse"))
         # A tier may have evicted a chunk since.
-        found = {number for number, chunk in enumerate(stored.report.chunks) if chunk.hit}
-        self._stored = found, _deviations(full.fused, stored.fused, request.prompt.num_tokens)
+        hits = {number for number, chunk in enumerate(stored.report.chunks) if chunk.hit}
+        self._stored = hits, _deviations(full.fused, stored.fused, request.prompt.num_tokens)
         return self._stored
 
 
@@ -222,7 +222,7 @@ def _segments(
     engine: TransformersEngine,
     request: EngineRequest,
     blended: PrefillResult,
-    found: Container[int],
+    hits: Container[int],
     deviations: Sequence[float],
     remaining: Sequence[float],
 ) -> Iterator[ExplainedSegment]:
@@ -235,7 +235,7 @@ def _segments(
     for start, end, run in prompt.parts:
         index = None if run is None else index_at[start]
         chunk = None if index is None else blended.report.chunks[index]
-        is_stored = chunk is not None and chunk.hit and index in found
+        is_stored = chunk is not None and chunk.hit and index in hits
         tokens, token_ids = [], prompt.token_ids[start:end]
         for place, text in enumerate(engine.renderer.token_texts(token_ids)):
             row = start + place

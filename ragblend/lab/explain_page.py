@@ -67,8 +67,8 @@ def _render(template: str, **facts: Any) -> str:
 
 def deviation_scale(explanation: Explanation) -> float:
     """Return the deviation that has the darkest shade: a round number that 95 % of the deviations do not exceed."""
-    known = sorted(token.deviation for token in explanation.tokens if token.deviation is not None)
-    top = known[min(len(known) - 1, int(0.95 * len(known)))] if known else 0.0
+    values = sorted(token.deviation for token in explanation.tokens if token.deviation is not None)
+    top = values[min(len(values) - 1, int(0.95 * len(values)))] if values else 0.0
     return next((scale for scale in _SCALES if top <= scale), _SCALES[-1])
 
 

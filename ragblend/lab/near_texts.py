@@ -80,17 +80,17 @@ def find_near_texts(
 def _compare(text: str, prompt_words: list[_Word], place_of: dict[tuple[str, ...], int]) -> _Candidate | None:
     """Return a text that has NUM_WORDS in a row in common with the prompt, else None."""
     words = _words(text)
-    found = {start: place_of[run] for start, run in enumerate(_runs(words)) if run in place_of}
-    if not found:
+    places = {start: place_of[run] for start, run in enumerate(_runs(words)) if run in place_of}
+    if not places:
         return None
-    shared = {start + offset for start in found for offset in range(NUM_WORDS)}
-    distance = Counter(place - start for start, place in found.items()).most_common(1)[0][0]
-    first = next(start for start, place in found.items() if place - start == distance)
+    shared = {start + offset for start in places for offset in range(NUM_WORDS)}
+    distance = Counter(place - start for start, place in places.items()).most_common(1)[0][0]
+    first = next(start for start, place in places.items() if place - start == distance)
     return _Candidate(
         len(shared) / len(words),
         text,
-        {place + offset for place in found.values() for offset in range(NUM_WORDS)},
-        (words[first][1], prompt_words[found[first]][1]),
+        {place + offset for place in places.values() for offset in range(NUM_WORDS)},
+        (words[first][1], prompt_words[places[first]][1]),
     )
 
 

@@ -246,23 +246,23 @@ def parse_storage(text: str, measured: Mapping[str, float]) -> Storage:
     Storage(name='s3', bytes_per_s=700000000.0, usd_per_gb_month=0.02, latency_s=0.1)
     """
     name, *numbers = text.split(":")
-    known = STORAGES.get(name)
+    storage = STORAGES.get(name)
     if len(numbers) > 3:
         raise UsageError(f"{text!r} is not a storage; {_STORAGE_FORM}")
     speed, price, latency = (each.strip() for each in (*numbers, "", "", "")[:3])
-    if not speed and name not in measured and known is None:
+    if not speed and name not in measured and storage is None:
         raise UsageError(
             f"storage {name!r} has no speed, and no tier of that name was measured (measured: "
             f"{', '.join(measured) or 'none'}; known: {', '.join(STORAGES)}); {_STORAGE_FORM}"
         )
-    if not price and known is None:
+    if not price and storage is None:
         raise UsageError(f"storage {name!r} has no price; {_STORAGE_FORM}")
     try:
         return Storage(
             name,
-            float(speed) * GB if speed else measured.get(name) or known.bytes_per_s,  # type: ignore[union-attr]
-            float(price) if price else known.usd_per_gb_month,  # type: ignore[union-attr]
-            float(latency) / 1000 if latency else known.latency_s if known else 0.0,
+            float(speed) * GB if speed else measured.get(name) or storage.bytes_per_s,  # type: ignore[union-attr]
+            float(price) if price else storage.usd_per_gb_month,  # type: ignore[union-attr]
+            float(latency) / 1000 if latency else storage.latency_s if storage else 0.0,
         )
     except ValueError as error:
         if isinstance(error, UsageError):

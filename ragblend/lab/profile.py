@@ -265,13 +265,13 @@ def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> flo
 def measure_read_speed(tier: KVStore, keys: Sequence[str]) -> float:
     """Return the bytes per second of reading every layer of the entries, layer by layer as a request does."""
     start_s = perf_counter()
-    found = [kv for key in keys if (kv := tier.get(key)) is not None]
-    if len(found) < len(keys):
+    entries = [kv for key in keys if (kv := tier.get(key)) is not None]
+    if len(entries) < len(keys):
         raise BackendUnreachableError(f"a chunk that was just written is not in {type(tier).__name__}; see the log")
-    for layer in range(found[0].header.num_layers):
-        for kv in found:
+    for layer in range(entries[0].header.num_layers):
+        for kv in entries:
             kv.layer(layer)
-    return sum(kv.nbytes for kv in found) / (perf_counter() - start_s)
+    return sum(kv.nbytes for kv in entries) / (perf_counter() - start_s)
 
 
 def _ids(draw: random.Random, count: int, vocabulary: int) -> Ids:

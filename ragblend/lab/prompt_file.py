@@ -73,9 +73,9 @@ def name_stored_chunks(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | 
 
     A report then has their sources. `index`: the documents that `ingest` read; None if the store has none.
     """
-    found = {run.chunk_ids for run in engine.match(prompt).runs if run.chunk is None}
+    unnamed = {run.chunk_ids for run in engine.match(prompt).runs if run.chunk is None}
     with open_registry(engine.store, create=False) as registry:
-        texts = registry.texts_with_ids(found, engine.renderer.fingerprint, engine.namespace).values()
+        texts = registry.texts_with_ids(unnamed, engine.renderer.fingerprint, engine.namespace).values()
         chunks = [*prompt.chunks, *_find_chunks(texts, registry, index).values()]
     if prompt.is_chat:
         return Prompt.from_messages(prompt.messages, prompt.tools, chunks)
@@ -85,12 +85,12 @@ def name_stored_chunks(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | 
 def _find_chunks(texts: Collection[str], registry: ChunkRegistry, index: ChunkIndex | None) -> dict[str, Chunk]:
     """Return for each text a chunk that has it. Its source is a file, else COLLECTION/ID, else ""."""
     indexed = index.find_chunks(texts) if index is not None else {}
-    found = {}
+    chunks = {}
     for text in texts:
         owners = (key for key in registry.documents_of(text) if key.id not in ("", text_id(text)))
         names = (f"{key.collection}/{key.id}".lstrip("/") for key in owners)
-        found[text] = indexed.get(text.strip()) or Chunk(text, next(names, ""))
-    return found
+        chunks[text] = indexed.get(text.strip()) or Chunk(text, next(names, ""))
+    return chunks
 
 
 def find_missed_reuse(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | None = None) -> list[dict[str, Any]]:

@@ -74,8 +74,8 @@ class LongDocumentChain:
             | RunnableGenerator(_results, _aresults)
         )
 
-    def _read(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
-        rounds, answers = self._rounds(*self._prepare_windows(given)), None
+    def _read(self, inputs: Any, config: RunnableConfig) -> dict[str, Any]:
+        rounds, answers = self._rounds(*self._prepare_windows(inputs)), None
         while True:
             try:
                 model, prompts = rounds.send(answers)
@@ -83,8 +83,8 @@ class LongDocumentChain:
                 return dict(end.value)
             answers = model.batch(prompts, config)
 
-    async def _aread(self, given: Any, config: RunnableConfig) -> dict[str, Any]:
-        rounds, answers = self._rounds(*await run_in_thread(lambda cancelled: self._prepare_windows(given))), None
+    async def _aread(self, inputs: Any, config: RunnableConfig) -> dict[str, Any]:
+        rounds, answers = self._rounds(*await run_in_thread(lambda cancelled: self._prepare_windows(inputs))), None
         while True:
             try:
                 model, prompts = rounds.send(answers)
@@ -116,14 +116,16 @@ class LongDocumentChain:
                 notes = self._distinct_answers(answers)
             sole_answer = next((each for each in answers if self._distinct_answers([each]) == notes), answers[0])
             last = sole_answer if len(notes) < 2 else (self._lenient_chat, self._combine_messages(question, notes))
-        shown = [
+        windows_read = [
             {**window.place, "answer": each.text.strip(), "report": _report(each)}
             for window, each in zip(windows, answered, strict=False)
         ]
         if self.combine == "rerank" and answered:
-            shown = [{**each, "score": _confidence(answer)} for each, answer in zip(shown, answered, strict=True)]
-        shown += [window.place for window in windows[len(answered) :]]
-        return {"input": question, "windows": shown, "tokens": tokens, "reports": reports, "last": last}
+            windows_read = [
+                {**each, "score": _confidence(answer)} for each, answer in zip(windows_read, answered, strict=True)
+            ]
+        windows_read += [window.place for window in windows[len(answered) :]]
+        return {"input": question, "windows": windows_read, "tokens": tokens, "reports": reports, "last": last}
 
     def _final_answer(self, state: Mapping[str, Any]) -> Any:
         """Return the last answer, or a runnable that generates it."""
@@ -134,9 +136,9 @@ class LongDocumentChain:
 
     # --- windows ---
 
-    def _prepare_windows(self, given: Any) -> tuple[str, list[DocumentWindow], dict[str, int]]:
+    def _prepare_windows(self, inputs: Any) -> tuple[str, list[DocumentWindow], dict[str, int]]:
         """Store the document's chunks. Return the question, the windows and the token counts."""
-        question, texts = self._parse_input(given)
+        question, texts = self._parse_input(inputs)
         engine = self._model.engine
         asked = [self._fill_prompt(self.map_prompt, input=question)]
         if self.combine == "refine":
@@ -152,10 +154,10 @@ class LongDocumentChain:
         tokens = {"num_chunk_tokens": sum(count(chunk.text) for chunk in chunks)}
         return question, windows, tokens | {"num_prefilled_tokens": sum(count(chunk.text) for chunk in new)}
 
-    def _parse_input(self, given: Any) -> tuple[str, list[tuple[str, str]]]:
-        is_named = isinstance(given, Mapping)
-        question = given.get("input", self.instruction) if is_named else self.instruction
-        document = given.get("document") if is_named else given
+    def _parse_input(self, inputs: Any) -> tuple[str, list[tuple[str, str]]]:
+        is_named = isinstance(inputs, Mapping)
+        question = inputs.get("input", self.instruction) if is_named else self.instruction
+        document = inputs.get("document") if is_named else inputs
         if not isinstance(question, str) or not question.strip():
             raise UsageError(
                 'the chain needs a question: invoke it with {"input": question, "document": document}, or create it '
@@ -235,14 +237,14 @@ class LongDocumentChain:
         return unwrap_bindings(self.chat)[0]
 
 
-def _check_prompt(name: str, prompt: str, known: set[str]) -> None:
+def _check_prompt(name: str, prompt: str, names: set[str]) -> None:
     try:
-        unknown = {field for _, field, _, _ in Formatter().parse(prompt) if field is not None} - known
+        unknown = {field for _, field, _, _ in Formatter().parse(prompt) if field is not None} - names
         wrong = f"it has {{{min(unknown)}}}" if unknown else ""
     except ValueError as error:  # a brace alone
         wrong = str(error)
     if wrong:
-        fields = ", ".join(f"{{{field}}}" for field in sorted(known))
+        fields = ", ".join(f"{{{field}}}" for field in sorted(names))
         raise UsageError(
             f"{name} cannot be filled in: {wrong}. Its fields: {fields}; write other braces twice: {{{{ }}}}"
         )
@@ -285,18 +287,18 @@ class _StreamedResult:
 
 
 def _results(chunks: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    shown = _StreamedResult()
+    streamed = _StreamedResult()
     for chunk in chunks:
-        yield from shown.push(chunk)
-    yield shown.end()
+        yield from streamed.push(chunk)
+    yield streamed.end()
 
 
 async def _aresults(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
-    shown = _StreamedResult()
+    streamed = _StreamedResult()
     async for chunk in chunks:
-        for result in shown.push(chunk):
+        for result in streamed.push(chunk):
             yield result
-    yield shown.end()
+    yield streamed.end()
 
 
 # --- windows ---

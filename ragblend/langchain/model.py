@@ -109,8 +109,8 @@ class LangChainModel(BlendModel):
             return cast("SerializedNotImplemented", whole.to_json_not_implemented())
         written: SerializedConstructor = whole.to_json()
         for name, value in written["kwargs"].items():
-            shown = redact_setting(value) if name in MAY_HOLD_SECRETS else value
-            written["kwargs"][name] = str(shown) if isinstance(shown, Path) else shown
+            redacted = redact_setting(value) if name in MAY_HOLD_SECRETS else value
+            written["kwargs"][name] = str(redacted) if isinstance(redacted, Path) else redacted
         return written
 
     def batch(self, inputs: list[Any], config: Any = None, **kwargs: Any) -> list[Any]:
@@ -213,17 +213,17 @@ class LangChainModel(BlendModel):
     def _identifying_params(self) -> dict[str, Any]:
         """Return the settings that change answers, without secrets: the key of LangChain's answer cache."""
         backend = self.backend if self.backend in ("transformers", "vllm") else redact_url(self.backend)
-        own = {"backend": backend, "namespace": self.namespace, "system": self.system}
-        own |= self._default_options()
-        del own["timeout"]
-        return {"model": self.model, "fingerprint": self.engine.fingerprint, **dict(sorted(own.items()))}
+        parameters = {"backend": backend, "namespace": self.namespace, "system": self.system}
+        parameters |= self._default_options()
+        del parameters["timeout"]
+        return {"model": self.model, "fingerprint": self.engine.fingerprint, **dict(sorted(parameters.items()))}
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         whole: Any = super()  # the LangChain class
         params: LangSmithParams = whole._get_ls_params(stop=stop, **kwargs)
         params["ls_provider"] = "ragblend"
-        given: Any = stop or self.stop  # a list, or one string
-        stops = [given] if isinstance(given, str) else given
+        stop_value: Any = stop or self.stop  # a list, or one string
+        stops = [stop_value] if isinstance(stop_value, str) else stop_value
         return params | {"ls_stop": stops} if stops else params
 
 

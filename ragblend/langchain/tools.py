@@ -66,8 +66,8 @@ def bind_structured_output(
         raise UsageError(f"method is {method!r}; choose one of {', '.join(METHODS)}")
     if schema is None and method != "json_mode":
         raise UsageError(f"schema is None; pass one, or method='json_mode' instead of {method!r} for any JSON object")
-    given = _as_function_or_schema(schema)
-    described = {"type": "object"} if given is None else json_schema(given, strict)
+    function = _as_function_or_schema(schema)
+    described = {"type": "object"} if function is None else json_schema(function, strict)
     if method != "json_schema" and not describes_object(described):
         raise UsageError(
             f"schema is {str(schema)[:80]}, which allows other values than objects, but the answers of "
@@ -75,15 +75,15 @@ def bind_structured_output(
         )
     is_class = isinstance(schema, type) and is_basemodel_subclass(schema)
     traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
-    shown: dict[str, Any] = {} if schema is None else {"ls_structured_output_format": traced}
+    call_options: dict[str, Any] = {} if schema is None else {"ls_structured_output_format": traced}
     parser: BaseOutputParser[Any]
     if method == "function_calling":
-        (tool,) = describe_tools([given], strict)
+        (tool,) = describe_tools([function], strict)
         name = tool["function"]["name"]
         if is_class and not strict:
             tool["function"]["parameters"] = described
-        shown |= {"tool_choice": name, "parallel_tool_calls": False}
-        llm = chat.bind_tools([tool, *(tools or ())], **shown, **options)
+        call_options |= {"tool_choice": name, "parallel_tool_calls": False}
+        llm = chat.bind_tools([tool, *(tools or ())], **call_options, **options)
         parser = (
             _PydanticCall(tools=[schema], first_tool_only=True)
             if is_class
@@ -93,7 +93,7 @@ def bind_structured_output(
         wanted: dict[str, Any] = {"type": "json_object"}
         if method == "json_schema":
             wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": described}}
-        bound = {"response_format": wanted, **shown, **options}
+        bound = {"response_format": wanted, **call_options, **options}
         llm = chat.bind_tools(tools, strict=strict, **bound) if tools else chat.bind(**bound)
         parser = _PydanticAnswer(pydantic_object=schema) if is_class else _JsonAnswer()
     if not include_raw:
@@ -251,10 +251,10 @@ def tool_fields(text: str, form: CallFormat) -> dict[str, Any]:
 
     `form`: how the model writes calls. A call that was cut off is one of the `invalid_tool_calls`.
     """
-    content, found = split_text_and_calls(text, form)
+    content, parsed_calls = split_text_and_calls(text, form)
     calls: list[ToolCall] = []
     invalid: list[InvalidToolCall] = []
-    for id, name, arguments in found:
+    for id, name, arguments in parsed_calls:
         try:
             calls.append(ToolCall(name=name, args=json.loads(arguments), id=id, type="tool_call"))
         except (ValueError, RecursionError) as error:
@@ -269,15 +269,15 @@ def tool_chunks(reader: CallReader, pieces: Iterator[str]) -> Iterator[AIMessage
     `pieces`: the answer's text, piece by piece. `reader`: a new CallReader, which finds the calls in the text.
     """
     for piece in pieces:
-        for found in reader.push(piece):
-            if isinstance(found, str):
-                yield AIMessageChunk(content=found)
+        for call_piece in reader.push(piece):
+            if isinstance(call_piece, str):
+                yield AIMessageChunk(content=call_piece)
                 continue
             call = ToolCallChunk(
-                name=found.name,
-                args=found.arguments,
-                id=new_call_id() if found.name is not None else None,
-                index=found.number,
+                name=call_piece.name,
+                args=call_piece.arguments,
+                id=new_call_id() if call_piece.name is not None else None,
+                index=call_piece.number,
                 type="tool_call_chunk",
             )
             yield AIMessageChunk(content="", tool_call_chunks=[call])

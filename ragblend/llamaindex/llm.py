@@ -178,10 +178,10 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
     ) -> Any:
         # LlamaIndex requires a call only if it does not stream.
         asked = {**(llm_kwargs or {}), "demanded": True}
-        found = None
-        for found in super()._structured_stream_call(_check_class(output_cls), prompt, asked, **kwargs):
-            yield found
-        _check_is_whole(found, output_cls)
+        latest = None
+        for latest in super()._structured_stream_call(_check_class(output_cls), prompt, asked, **kwargs):
+            yield latest
+        _check_is_whole(latest, output_cls)
 
     async def _structured_astream_call(
         self, output_cls: Any, prompt: Any, llm_kwargs: dict[str, Any] | None = None, **kwargs: Any
@@ -190,10 +190,10 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         objects = await super()._structured_astream_call(_check_class(output_cls), prompt, asked, **kwargs)
 
         async def whole_objects() -> AsyncGenerator[Any]:
-            found = None
-            async for found in objects:
-                yield found
-            _check_is_whole(found, output_cls)
+            latest = None
+            async for latest in objects:
+                yield latest
+            _check_is_whole(latest, output_cls)
 
         return whole_objects()
 
@@ -288,15 +288,15 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         if not may_return_calls(request.options):
             yield from map(_as_chat, self._stream_response(request))
             return
-        form, stream, shown = self.engine.renderer.call_format_in_text, self._open(request), ""
+        form, stream, answer_text = self.engine.renderer.call_format_in_text, self._open(request), ""
         reader = CallReader(form)
         for piece in self._pieces(stream, request):
             said = "".join(part for part in reader.push(piece) if isinstance(part, str))
             if said:
-                shown += said
-                yield _as_chat(CompletionResponse(text=shown, delta=said))
+                answer_text += said
+                yield _as_chat(CompletionResponse(text=answer_text, delta=said))
         whole = self._chat_response(request, stream.result)
-        whole.delta = (whole.message.content or "").removeprefix(shown)
+        whole.delta = (whole.message.content or "").removeprefix(answer_text)
         yield whole
 
     def _stream_response(self, request: Request) -> Generator[CompletionResponse]:
@@ -312,11 +312,11 @@ class BlendLLM(BlendModel, FunctionCallingLLM):
         # LlamaIndex's token counters read additional_kwargs.
         response = CompletionResponse(text=result.text, raw=facts, additional_kwargs=facts["usage"])
         if result.logprobs is not None:
-            facts["logprobs"] = found = self._logprobs(result)
+            facts["logprobs"] = logprobs = self._logprobs(result)
             names = ("token", "logprob", "bytes")
             response.logprobs = [
                 [LogProb(**{name: each[name] for name in names}) for each in (token, *token["top_logprobs"])]
-                for token in found["content"]
+                for token in logprobs["content"]
             ]
         return response
 
@@ -330,9 +330,9 @@ def _check_class(output_cls: Any) -> Any:
     return output_cls
 
 
-def _check_is_whole(found: Any, output_cls: type) -> None:
+def _check_is_whole(answer: Any, output_cls: type) -> None:
     """Raise ValueError if the last object of a stream is a partial one: LlamaIndex' class with optional fields."""
-    if not isinstance(found, output_cls):
+    if not isinstance(answer, output_cls):
         raise ValueError(f"the answer is no complete {output_cls.__name__}; raise max_tokens if it was cut")
 
 
@@ -345,8 +345,10 @@ def _message_and_chunks(message: ChatMessage) -> MessageAndChunks:
     calls: list[ToolCall] = []
     for block in message.blocks:
         if isinstance(block, ToolCallBlock):
-            given = block.tool_kwargs
-            arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            tool_arguments = block.tool_kwargs
+            arguments = (
+                tool_arguments if isinstance(tool_arguments, str) else json.dumps(tool_arguments, ensure_ascii=False)
+            )
             calls.append(ToolCall(block.tool_name, arguments, block.tool_call_id or ""))
             continue
         if isinstance(block, ThinkingBlock | CachePoint):
@@ -385,9 +387,9 @@ def _facts(request: Request, result: Generation) -> dict[str, Any]:
         "total_tokens": report.prompt_tokens + report.completion_tokens,
         "cached_tokens": report.num_reused_tokens,
     }
-    shown = report.as_dict()
-    add_report(request.reports, shown)
-    return {"ragblend": shown, "usage": usage, "finish_reason": result.finish_reason}
+    facts = report.as_dict()
+    add_report(request.reports, facts)
+    return {"ragblend": facts, "usage": usage, "finish_reason": result.finish_reason}
 
 
 def _as_chat(response: CompletionResponse) -> ChatResponse:

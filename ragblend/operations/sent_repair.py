@@ -22,17 +22,17 @@ def make_sent_documents_pending(disk: DiskStore, lost: Collection[str]) -> tuple
     """
     if not lost or not has_registry(disk):
         return 0, set()
-    num_documents, found = 0, set[str]()
+    num_documents, keys = 0, set[str]()
     with open_registry(disk) as registry:
         for document in list_documents(registry, None):
             if document.status == "stored" and (entries := _find_entries(document, registry).intersection(lost)):
                 body = {"chunks": sorted(registry.texts_of(document.key)), "adds": True}
                 num_documents += sent_documents.make_pending(registry, document.key, body)
-                found |= entries
-        registry.remove_stored_entries(found)
-    for key in found:
+                keys |= entries
+        registry.remove_stored_entries(keys)
+    for key in keys:
         disk.drop_unreadable(key)
-    return num_documents, found
+    return num_documents, keys
 
 
 def _find_entries(document: StoredDocument, registry: ChunkRegistry) -> set[str]:

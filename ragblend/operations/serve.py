@@ -105,9 +105,9 @@ def build_server_command(
     )
     store = Path(transfer["kv_connector_extra_config"]["store"])
     _check_store(store, checkpoint)
-    own = ["--host", host, "--port", str(port)]
-    own += ["--trust-remote-code"] if settings.trust_remote_code else []
-    command = server_command(sys.executable, checkpoint, transfer, [*own, *flags])
+    own_flags = ["--host", host, "--port", str(port)]
+    own_flags += ["--trust-remote-code"] if settings.trust_remote_code else []
+    command = server_command(sys.executable, checkpoint, transfer, [*own_flags, *flags])
     added = vllm_environment()
     # Secrets are not flags, because every user of the machine can read the command line.
     if api_key:
@@ -127,18 +127,18 @@ def _check_store(path: Path, checkpoint: Checkpoint) -> None:
         disk = DiskStore(path)
         disk.read_context_policy()
         models = disk.models()
-    own = models.get(checkpoint.fingerprint)
-    if not is_writable and (own is None or "kv_shapes" not in own):
+    model_record = models.get(checkpoint.fingerprint)
+    if not is_writable and (model_record is None or "kv_shapes" not in model_record):
         why = "this user cannot write there" if place.is_dir() else "it is no directory"
         raise StoreNotWritableError(
             f"the store {path} cannot be written: {place}: {why}. Check its owner and mount, or choose another `store`"
         )
-    if models and own is None:
-        held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
+    if models and model_record is None:
+        names = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
         log.warning(
             "the store %s has KV of %s, but none of %s (%s), so no request finds stored KV before its documents are "
             "ingested again: ragblend ingest DOCS --backend http://HOST:PORT --model %s; or choose another `store`",
-            path, held, checkpoint.name, checkpoint.dtype, checkpoint.name,
+            path, names, checkpoint.name, checkpoint.dtype, checkpoint.name,
         )  # fmt: skip
 
 

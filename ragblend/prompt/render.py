@@ -132,8 +132,8 @@ class Renderer:
         if not self._control.search(text):
             return list(self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         word = _unused_word(text)
-        found: list[str] = []
-        return self._encode_protected(self._protect(text, word, found), word, found).ids
+        originals: list[str] = []
+        return self._encode_protected(self._protect(text, word, originals), word, originals).ids
 
     @cached_property
     def tail_ids(self) -> tuple[int, ...]:
@@ -247,10 +247,10 @@ class Renderer:
         for end in range(1, len(token_ids) + 1):
             # Two more ids at the front, because some tokenizers drop the space of the first id that they decode.
             before = max(0, start - 2)
-            known = self._raw_text(token_ids[before:start])
+            before_text = self._raw_text(token_ids[before:start])
             text = self._raw_text(token_ids[before:end])
             unfinished = text.endswith("\ufffd") and end < len(token_ids) and end - start < _CHARACTER_TOKENS
-            texts.append("" if unfinished else text[len(known) :])
+            texts.append("" if unfinished else text[len(before_text) :])
             start = start if unfinished else end
         return texts
 
@@ -261,9 +261,9 @@ class Renderer:
         """Split `text` into plain text (str) and the ids of its control tokens (int), in order."""
         pieces: list[str | int] = []
         start = 0
-        for found in self._control.finditer(text):
-            pieces += [text[start : found.start()], self._control_ids[found.group()]]
-            start = found.end()
+        for match in self._control.finditer(text):
+            pieces += [text[start : match.start()], self._control_ids[match.group()]]
+            start = match.end()
         return [piece for piece in (*pieces, text[start:]) if piece != ""]
 
     def stop_ids(self) -> frozenset[int]:
@@ -306,9 +306,9 @@ class Renderer:
             encoding = self.backend.encode(text, add_special_tokens=False)
             return TokenizedText(text, encoding.ids, encoding.offsets)
         word = _unused_word(written)
-        found: list[str] = []
-        text = self._apply_template(self._protect(turns, word, found), self._protect(tools, word, found))
-        return self._encode_protected(text, word, found)
+        originals: list[str] = []
+        text = self._apply_template(self._protect(turns, word, originals), self._protect(tools, word, originals))
+        return self._encode_protected(text, word, originals)
 
     def _apply_template(
         self, turns: Sequence[Turn], tools: Sequence[Any] = (), *, add_generation_prompt: bool = True
@@ -335,22 +335,25 @@ class Renderer:
 
     # --- control tokens in contents ---
 
-    def _protect(self, value: Any, word: str, found: list[str]) -> Any:
-        """Return `value` with a placeholder for each control token in its strings, which are added to `found`."""
+    def _protect(self, value: Any, word: str, originals: list[str]) -> Any:
+        """Return `value` with a placeholder for each control token in its strings, which are added to `originals`."""
         if isinstance(value, str):
 
             def replace(match: re.Match[str]) -> str:
-                found.append(match.group())
-                return f"{word}{len(found) - 1}end"
+                originals.append(match.group())
+                return f"{word}{len(originals) - 1}end"
 
             return self._control.sub(replace, value)
         if isinstance(value, Mapping):
-            return {self._protect(name, word, found): self._protect(item, word, found) for name, item in value.items()}
+            return {
+                self._protect(name, word, originals): self._protect(item, word, originals)
+                for name, item in value.items()
+            }
         if isinstance(value, Iterable):
-            return [self._protect(item, word, found) for item in value]
+            return [self._protect(item, word, originals) for item in value]
         return value
 
-    def _encode_protected(self, text: str, word: str, found: Sequence[str]) -> TokenizedText:
+    def _encode_protected(self, text: str, word: str, originals: Sequence[str]) -> TokenizedText:
         """Return the ids of `text`, in which each placeholder is replaced by its control token as ordinary text."""
         placeholder = re.compile(rf"{word}(\d+)end")
         ids: list[int] = []
@@ -363,7 +366,7 @@ class Renderer:
                 spans.append((len(whole), len(whole) + len(piece)))
                 whole += piece
             elif piece:
-                plain = placeholder.sub(lambda match: found[int(match.group(1))], piece)
+                plain = placeholder.sub(lambda match: originals[int(match.group(1))], piece)
                 # The word is a control token before the piece, so that it is not encoded as the first text of a prompt.
                 lead, num_lead = (word, 1) if whole else ("", 0)
                 encoding = self._plain_backend(word).encode(lead + plain, add_special_tokens=False)

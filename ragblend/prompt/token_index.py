@@ -130,8 +130,8 @@ class TokenIndex:
         longest = np.zeros(len(prompt), np.int64)  # at each position: the length of the longest run that covers it
         for chunk, diagonal in diagonals:
             if chunk not in ids_of:
-                found = self._read_ids(chunk)
-                ids_of[chunk] = np.asarray([] if found is None else found, np.int64)
+                chunk_ids = self._read_ids(chunk)
+                ids_of[chunk] = np.asarray([] if chunk_ids is None else chunk_ids, np.int64)
             ids = ids_of[chunk]
             first, last = max(0, -diagonal), min(len(ids), len(prompt) - diagonal)
             if last - first < WINDOW:
@@ -222,16 +222,16 @@ class TokenIndex:
         """
         slots = self._home(tags)
         waiting, num_hits = np.arange(len(tags)), 0
-        found: list[tuple[IntArray, IntArray, IntArray]] = []
+        hits: list[tuple[IntArray, IntArray, IntArray]] = []
         while len(waiting) and num_hits < max_hits:
             waiting = waiting[self._chunks[slots[waiting]] != _EMPTY]
             here = slots[waiting]
             equal = (self._tags[here] == tags[waiting]) & (self._extras[here] == extras[waiting])
             hit = here[equal]
-            found.append((waiting[equal], self._chunks[hit].astype(np.int64), self._offsets[hit].astype(np.int64)))
+            hits.append((waiting[equal], self._chunks[hit].astype(np.int64), self._offsets[hit].astype(np.int64)))
             num_hits += len(hit)
             slots[waiting] += 1
-        columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        columns = [np.concatenate(parts) for parts in zip(*hits, strict=True)]
         return columns[0], columns[1], columns[2]
 
     def _home(self, tags: NDArray[np.uint32]) -> IntArray:

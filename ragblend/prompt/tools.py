@@ -334,12 +334,12 @@ class CallReader:
             place, size = len(self._held) - keep, 0
         else:
             size, self._step = len(start), self._name
-        shown, self._held = self._held[:place], self._held[place + size :]
-        return shown
+        text, self._held = self._held[:place], self._held[place + size :]
+        return text
 
     def _name(self) -> CallPiece | None:
-        name, found, rest = self._held.partition(self._form.middle)
-        if not found:
+        name, middle, rest = self._held.partition(self._form.middle)
+        if not middle:
             return None
         self._held, self._step, self._number = rest, self._arguments, self._number + 1
         return CallPiece(self._number, name, "")

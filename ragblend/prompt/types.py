@@ -315,7 +315,7 @@ class MatchedPrompt:
         both, because text inserted into a chunk may repeat what follows it. A chunk that the prompt contains twice has
         two groups.
         """
-        found: list[list[int]] = []
+        numbers: list[list[int]] = []
         for index, run in enumerate(self.runs):
             before = self.runs[index - 1] if index else None
             if (
@@ -323,10 +323,10 @@ class MatchedPrompt:
                 and run.chunk_ids == before.chunk_ids
                 and run.chunk_start >= before.chunk_start + before.num_tokens - EDGE
             ):
-                found[-1].append(index)
+                numbers[-1].append(index)
             else:
-                found.append([index])
-        return found
+                numbers.append([index])
+        return numbers
 
 
 def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:

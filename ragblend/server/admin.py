@@ -88,8 +88,10 @@ def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     if not limit.isdecimal() or not 0 < int(limit) <= MAX_CHUNKS:
         raise UsageError(f"limit is {limit!r}; choose 1 to {MAX_CHUNKS}")
     wanted = fields.get("namespace")
-    found = sorted(entry for entry in _entries(store) if entry.key > after and wanted in (None, entry.header.namespace))
-    shown = found[: int(limit)]
+    entries = sorted(
+        entry for entry in _entries(store) if entry.key > after and wanted in (None, entry.header.namespace)
+    )
+    page = entries[: int(limit)]
     return {
         "chunks": [
             {
@@ -99,9 +101,9 @@ def list_chunks(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
                 "nbytes": entry.nbytes,
                 "last_used_s": entry.last_used_s,
             }
-            for entry in shown
+            for entry in page
         ],
-        "next": shown[-1].key if len(found) > len(shown) else None,
+        "next": page[-1].key if len(entries) > len(page) else None,
     }
 
 

@@ -107,8 +107,8 @@ def install_routes(app: Any) -> Readiness:
     async def facts(request: Request) -> Response:
         grant = current_grant()
         namespace = {} if grant is None else {"namespace": grant.namespace}
-        found = await run_in_threadpool(lambda: {**served.model_facts(), **served.answer_parser_facts()})
-        return JSONResponse({**found, **namespace})
+        facts_of_model = await run_in_threadpool(lambda: {**served.model_facts(), **served.answer_parser_facts()})
+        return JSONResponse({**facts_of_model, **namespace})
 
     respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
@@ -331,8 +331,8 @@ async def report_from_workers(serving: Any, request_id: str) -> dict[str, Any]:
     except Exception as error:  # the answer is complete without it
         log.warning("request %s has no report: %s", request_id, error)
         return {}
-    found = next(filter(None, reports), None)
-    return {PARAMS_KEY: found} if found is not None else {}
+    report = next(filter(None, reports), None)
+    return {PARAMS_KEY: report} if report is not None else {}
 
 
 async def _call_all_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:

@@ -174,10 +174,10 @@ class KeysFile:
     def _file_state(self) -> tuple[int, ...]:
         """Return what differs once the file was written or replaced, as Kubernetes replaces mounted secrets."""
         try:
-            found = self._path.stat()
+            status = self._path.stat()
         except OSError:
             return ()
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
+        return status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_size
 
 
 def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:

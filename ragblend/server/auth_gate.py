@@ -51,8 +51,8 @@ def install_gate(app: Any) -> KeysFile | None:
 
 def current_grant() -> Grant | None:
     """Return the rights of the current request's key; None for a server without keys."""
-    found = current_auth.get()
-    return found.grant if found is not None else None
+    auth = current_auth.get()
+    return auth.grant if auth is not None else None
 
 
 def log_change(
@@ -123,9 +123,9 @@ def guard_engine(engine_client: Any) -> None:
         sampling_params.extra_args = extra
         return generate(prompt, sampling_params, *rest, **more)
 
-    def guarded_encode(*given: Any, **more: Any) -> Any:
+    def guarded_encode(*arguments: Any, **more: Any) -> Any:
         _bind_params(None)  # checks the right; an embedding request has no parameters to bind
-        return encode(*given, **more)
+        return encode(*arguments, **more)
 
     engine_client.generate, engine_client.encode = stamped_generate, guarded_encode
 

@@ -167,9 +167,9 @@ class DocumentIngester:
         try:
             with self._alone(_REMOVAL_WAIT_S):
                 with open_store_documents(self._engine(namespace).store) as (registry, indexed):
-                    known = list_documents(registry, indexed, namespace, collection)
+                    listed = list_documents(registry, indexed, namespace, collection)
                 wanted = None if ids is None else {*ids}
-                chosen = [each for each in known if wanted is None or each.key.id in wanted]
+                chosen = [each for each in listed if wanted is None or each.key.id in wanted]
                 num_removed = 0
                 for start in range(0, len(chosen), _REMOVAL_BATCH):
                     batch = chosen[start : start + _REMOVAL_BATCH]
@@ -218,20 +218,20 @@ class DocumentIngester:
         """
         engine = self._engine(namespace)
         with open_store_documents(engine.store) as (registry, index):
-            found = list_documents(registry, index, namespace, collection, after=after, limit=limit + 1)
-            listing = describe_documents(found[:limit], engine.store.find_tier(DiskStore), registry, index)
-        cursor = json.dumps(found[limit - 1].key[:2]) if len(found) > limit else ""
+            listed = list_documents(registry, index, namespace, collection, after=after, limit=limit + 1)
+            listing = describe_documents(listed[:limit], engine.store.find_tier(DiskStore), registry, index)
+        cursor = json.dumps(listed[limit - 1].key[:2]) if len(listed) > limit else ""
         return {"documents": [asdict(each) for each in listing.documents], "next": cursor}
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
         """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""
-        found = sent_documents.get(self._registry, namespace, collection, document_id)
-        if found is None:
+        document = sent_documents.get(self._registry, namespace, collection, document_id)
+        if document is None:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
         with open_registry(engine.store) as registry:
             texts = registry.texts_of(DocumentKey(collection, document_id, namespace))
-        return {**found, "num_kv": len(stored_keys([Chunk(text) for text in texts], engine))}
+        return {**document, "num_kv": len(stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing
 
@@ -328,10 +328,10 @@ class DocumentIngester:
         failed = {failure.path for failure in report.failures}
         for row, chunks in zip(rows, chunks_of, strict=True):
             stored, num_new = stored_keys(chunks, engine), new_kv[row.id]
-            found = [chunk for chunk in chunks if engine.key(chunk) in stored]
-            num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
-            counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, new_bytes[row.id])
-            has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
+            stored_chunks = [chunk for chunk in chunks if engine.key(chunk) in stored]
+            num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in stored_chunks)
+            counts = (len(stored_chunks), num_tokens, max(0, len(stored) - num_new), num_new, new_bytes[row.id])
+            has_all = len(stored_chunks) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
             if reason == BUDGET_TOO_SMALL and report.num_removed_kv:

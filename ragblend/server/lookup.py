@@ -59,15 +59,15 @@ def add_lookup_route(
             ids = await _token_ids(request, fields)
             if len(ids) > most_tokens:
                 raise UsageError(f"the prompt has {len(ids)} tokens, but the model reads at most {most_tokens}")
-            found = await run_in_threadpool(lambda: find_chunks().candidate_keys(ids, namespace))
-            keys = [*dict.fromkeys(key for _, each in found for key in each)]
+            candidates = await run_in_threadpool(lambda: find_chunks().candidate_keys(ids, namespace))
+            keys = [*dict.fromkeys(key for _, each in candidates for key in each)]
             tiers = await asyncio.gather(_in_memory(keys_in_memory, keys), run_in_threadpool(_in_stores, store, keys))
             stored = {"memory": tiers[0], **tiers[1]}
             counts = {
-                name: sum(run.num_tokens for run, each in found if not known.isdisjoint(each))
-                for name, known in stored.items()
+                name: sum(run.num_tokens for run, each in candidates if not tier_keys.isdisjoint(each))
+                for name, tier_keys in stored.items()
             }
-            return {"num_tokens": len(ids), "num_chunks": len(found), "tokens": counts}
+            return {"num_tokens": len(ids), "num_chunks": len(candidates), "tokens": counts}
 
         return await respond(answer)
 
@@ -113,15 +113,15 @@ async def _in_memory(keys_in_memory: KeysInMemory, keys: Sequence[str]) -> set[s
     if not keys:
         return set()
     try:
-        return {key for found in await keys_in_memory(keys) for key in found}
+        return {key for held_keys in await keys_in_memory(keys) for key in held_keys}
     except Exception as error:
         raise BackendUnreachableError(f"vLLM's workers do not say what is in memory: {error}") from error
 
 
 def _in_stores(store: TieredStore, keys: Sequence[str]) -> dict[str, set[str]]:
     """Return the keys of the entries on the server's disk and in the remote tier."""
-    disk, found = store.find_tier(DiskStore), set[str]()
+    disk, in_remote = store.find_tier(DiskStore), set[str]()
     for remote in store.find_tiers(RemoteStore):
-        known = remote.contains_many(keys, time.monotonic() + _REMOTE_S)
-        found.update(key for key, is_stored in zip(keys, known, strict=True) if is_stored)
-    return {"disk": set() if disk is None else set(filter(disk.contains, keys)), "remote": found}
+        contained = remote.contains_many(keys, time.monotonic() + _REMOTE_S)
+        in_remote.update(key for key, is_stored in zip(keys, contained, strict=True) if is_stored)
+    return {"disk": set() if disk is None else set(filter(disk.contains, keys)), "remote": in_remote}

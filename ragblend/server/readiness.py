@@ -60,16 +60,16 @@ class Readiness:
         self._catalog = _CachedProbe(lambda: _catalog_state(store))
         shutdown = engine_client.shutdown
 
-        def draining(*given: Any, **named: Any) -> Any:
+        def draining(*arguments: Any, **named: Any) -> Any:
             is_first, self.is_stopping = not self.is_stopping, True
-            timeout_s = named.get("timeout", given[0] if given else None)
+            timeout_s = named.get("timeout", arguments[0] if arguments else None)
             if is_first:
                 end_ingestion(0.0)  # no further chunk begins, so that the answers in progress end sooner
             if timeout_s and is_first:
                 left_s = self._drain(timeout_s)
                 end_ingestion(max(left_s, 0.0))
-                given, named = (), {"timeout": max(left_s, _CLOSING_S)}
-            return shutdown(*given, **named)
+                arguments, named = (), {"timeout": max(left_s, _CLOSING_S)}
+            return shutdown(*arguments, **named)
 
         engine_client.shutdown = draining  # vLLM calls it first on SIGTERM, in a separate thread
 

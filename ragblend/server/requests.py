@@ -194,9 +194,9 @@ def read_documents(body: bytes, content_type: str, collection: str | None) -> tu
     else:
         if collection is not None:
             raise UsageError("?collection= is only for JSON lines; put `collection` into the JSON object")
-        given = _validated(lambda: DocumentsInput.model_validate_json(body), "the body")
-        documents = [document.to_sent_document(given.collection) for document in given.documents]
-        cache_salt = given.cache_salt
+        parsed = _validated(lambda: DocumentsInput.model_validate_json(body), "the body")
+        documents = [document.to_sent_document(parsed.collection) for document in parsed.documents]
+        cache_salt = parsed.cache_salt
     seen: set[str] = set()
     for document in documents:
         if document.id in seen and "adds" not in document.body:

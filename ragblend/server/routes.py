@@ -75,8 +75,8 @@ def make_request_handler(describe: Callable[[BaseException], str]) -> Respond:
 
     async def respond(answer: Callable[[], Any], status: int = 200) -> Response:
         try:
-            found = await (answer() if iscoroutinefunction(answer) else run_in_threadpool(answer))
-            return JSONResponse(found, status)
+            result = await (answer() if iscoroutinefunction(answer) else run_in_threadpool(answer))
+            return JSONResponse(result, status)
         except (RagblendError, OSError) as error:
             status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
             if status in (500, 507):
@@ -144,9 +144,9 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         """Remove documents, and delete the KV that no other document of the namespace needs."""
 
         def answer(body: bytes) -> dict[str, Any]:
-            given = read_deletion(body)
-            where = request_namespace(namespace, cache_salt, given.cache_salt)
-            removed = documents.remove(where, given.collection, given.ids)
+            request = read_deletion(body)
+            where = request_namespace(namespace, cache_salt, request.cache_salt)
+            removed = documents.remove(where, request.collection, request.ids)
             return dict(zip(("num_documents", "num_kv"), removed, strict=True))
 
         return await respond_to_body(request, answer, 200)

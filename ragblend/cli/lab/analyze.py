@@ -115,37 +115,37 @@ def _blend_options(settings: Settings, model: str | None, profile: str | None, r
 # -- printing
 
 
-def analysis_lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the lines to print for an analysis. `found`: the JSON object of the analysis."""
-    estimated = found["tokens_are_estimated"]
-    by = "estimated from the characters; --model counts them" if estimated else f"by {found['tokens_by']}"
+def analysis_lines(facts: Mapping[str, Any]) -> list[str]:
+    """Return the lines to print for an analysis. `facts`: the JSON object of the analysis."""
+    estimated = facts["tokens_are_estimated"]
+    by = "estimated from the characters; --model counts them" if estimated else f"by {facts['tokens_by']}"
     lines = [
-        f"{plural(found['num_requests'], 'request')} of {plural(len(found['traces']), 'file')}, "
-        f"{found['num_tokens']} prompt tokens ({by})",
+        f"{plural(facts['num_requests'], 'request')} of {plural(len(facts['traces']), 'file')}, "
+        f"{facts['num_tokens']} prompt tokens ({by})",
     ]
-    if found["num_skipped"]:
-        lines.append(f"{found['num_skipped']} lines have no request: {join_names(found['skipped'])}")
-    if found["num_media"]:
-        lines.append(f"{found['num_media']} images, files or sounds; their tokens are not counted")
-    shares = found["shares"]
+    if facts["num_skipped"]:
+        lines.append(f"{facts['num_skipped']} lines have no request: {join_names(facts['skipped'])}")
+    if facts["num_media"]:
+        lines.append(f"{facts['num_media']} images, files or sounds; their tokens are not counted")
+    shares = facts["shares"]
     return [
         *lines,
         "",
         f"{shares['prefix']:>6.1%} of the tokens repeat the start of an earlier prompt: prefix caching reuses them",
         f"{shares['elsewhere']:>6.1%} repeat text from elsewhere in earlier prompts: only stored chunks reuse them",
         f"{shares['new']:>6.1%} are new",
-        *_chunk_lines(found),
-        *_curve_lines(found),
-        *_saving_lines(found),
+        *_chunk_lines(facts),
+        *_curve_lines(facts),
+        *_saving_lines(facts),
     ]
 
 
-def _chunk_lines(found: Mapping[str, Any]) -> list[str]:
-    chunks = found["chunks"]
+def _chunk_lines(facts: Mapping[str, Any]) -> list[str]:
+    chunks = facts["chunks"]
     if not chunks:
         return []
-    title = f"{plural(found['num_chunks'], 'chunk')} of text repeated"
-    if len(chunks) < found["num_chunks"]:
+    title = f"{plural(facts['num_chunks'], 'chunk')} of text repeated"
+    if len(chunks) < facts["num_chunks"]:
         title += f", the {len(chunks)} in most requests"
     title += ":" if "text" in chunks[0] else " (--show-texts prints how each begins):"
     lines = ["", title, f"  {'hash':<18}{'tokens':>7}{'requests':>10}"]
@@ -155,25 +155,25 @@ def _chunk_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _curve_lines(found: Mapping[str, Any]) -> list[str]:
-    if not found["curve"]:
+def _curve_lines(facts: Mapping[str, Any]) -> list[str]:
+    if not facts["curve"]:
         return []
     from ragblend.engine.store.tiered import format_bytes
 
     lines = ["", "Share of all prompt tokens that a store of this size would serve:"]
-    for point in found["curve"]:
+    for point in facts["curve"]:
         size = f"{point['tokens']} tokens" if point["bytes"] is None else format_bytes(point["bytes"])
         lines.append(f"  {size:<16}{point['lru']:>8.1%}")
     return lines
 
 
-def _saving_lines(found: Mapping[str, Any]) -> list[str]:
-    facts = found["saving"]
+def _saving_lines(analysis: Mapping[str, Any]) -> list[str]:
+    facts = analysis["saving"]
     seconds = facts["unit"] == "seconds"
     title, unit = ("time to first token", " s") if seconds else ("tokens computed", "")
     names = {"full": "full prefill", "prefix": "prefix caching", "blend": "blending"}
-    if "ratio" in found:
-        names["blend"] += f", {found['ratio']:.0%} recomputed"
+    if "ratio" in analysis:
+        names["blend"] += f", {analysis['ratio']:.0%} recomputed"
     lines = ["", f"  {'mean per request':<26}{title:>20}{'prompts in the same time':>26}"]
     for mode, name in names.items():
         faster = facts.get(f"{mode}_throughput", 1.0)

@@ -32,15 +32,15 @@ bench_app = typer.Typer(
 
 def typer_parameters_of(config: type[BenchConfig]) -> list[Parameter]:
     """Return one keyword parameter for typer per field of `config`."""
-    found: list[Parameter] = []
+    parameters: list[Parameter] = []
     defaults: dict[str, Any] = {each.name: each.default for each in fields(config)}
     for name, (kind, option) in get_typer_options(config).items():
         default = defaults[name] if defaults[name] is not MISSING else None
         if _is_list(kind) or get_origin(kind) is Mapping:
             kind = str | None
             default = None if default is None else ",".join(f"{value}" for value in default)
-        found.append(_parameter(name, Annotated[kind, option], default))
-    return found
+        parameters.append(_parameter(name, Annotated[kind, option], default))
+    return parameters
 
 
 C = TypeVar("C", bound=BenchConfig)
@@ -48,15 +48,15 @@ C = TypeVar("C", bound=BenchConfig)
 
 def config_from(config: type[C], values: Mapping[str, Any]) -> C:
     """Return an instance of the class `config`. `values`: the options of the command line, by field name."""
-    given = {}
+    flags = {}
     for name, (kind, _) in get_typer_options(config).items():
         value = values[name]
         if _is_list(kind) and value is not None:
             value = tuple(split_numbers(value) if "float" in str(kind) else split_names(value))
         elif get_origin(kind) is Mapping:
             value = json_object(value, f"--{name.replace('_', '-')}")
-        given[name] = value
-    return config(**given)
+        flags[name] = value
+    return config(**flags)
 
 
 def _is_list(kind: Any) -> bool:

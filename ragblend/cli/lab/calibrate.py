@@ -77,7 +77,7 @@ def calibrate(
         grid["ratios"] = split_numbers(ratios)
     with open_engine(settings) as engine, open_settings_index(settings, engine) as opened, progress_bars() as progress:
         asked = _questions(questions, opened, engine.name, num_questions + held_out)
-        found = fitting.calibrate(
+        run = fitting.calibrate(
             engine,
             opened,
             asked,
@@ -91,11 +91,11 @@ def calibrate(
             progress=progress,
             **grid,
         )
-    facts = calibration_facts(found, engine.name, questions)
+    facts = calibration_facts(run, engine.name, questions)
     if place is not None:
         plot_calibration(facts, place)
         print_notice(f"plot in {place}")
-    print_result(facts, "\n".join(calibration_lines(found)), json_)
+    print_result(facts, "\n".join(calibration_lines(run)), json_)
 
 
 def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> list[str]:
@@ -107,10 +107,10 @@ def _questions(named: str | None, index: ChunkIndex, model: str, count: int) -> 
             expand_user_path(named, "--questions"),
             "write one question per line there, or leave --questions out",
         )
-        found = read_questions(read_text(path, "--questions", fix))
-        if not found:
+        questions = read_questions(read_text(path, "--questions", fix))
+        if not questions:
             raise UsageError(f"--questions: {path} holds no question; {fix}")
-        return found
+        return questions
     if not index.num_chunks:
         raise EmptyCorpusError("the index is empty; add documents: ragblend ingest DOCS")
     chunks = list(index.chunks())
@@ -128,7 +128,7 @@ def calibration_facts(run: CalibrationRun, model: str, questions: str | None) ->
     """Return the calibration as JSON values, with a description of the machine."""
     from ragblend.lab.bench.common.hardware import hardware_card
 
-    calibration, held = run.calibration, run.held_out
+    calibration, held_out = run.calibration, run.held_out
     body = calibration.as_dict()["calibration"]
     del body["prefix_ids"], body["created_s"]
     for fit in body["fits"]:
@@ -147,10 +147,10 @@ def calibration_facts(run: CalibrationRun, model: str, questions: str | None) ->
             name: getattr(calibration.fits[0].point, name) for name in ("agreement", "low", "high")
         },
         "held_out": None
-        if held is None
+        if held_out is None
         else {
             "num_questions": run.num_held_out,
-            **{name: getattr(held, name) for name in ("agreement", "low", "high", "kl")},
+            **{name: getattr(held_out, name) for name in ("agreement", "low", "high", "kl")},
             "is_kept": not run.is_target_refuted,
         },
         "prompt_tokens": run.prompt_tokens,
@@ -185,11 +185,12 @@ def calibration_lines(run: CalibrationRun) -> list[str]:
         "TTFT: median seconds to the first token, KV in memory",
     ]
     if run.held_out is not None:
-        held = run.held_out
+        held_out = run.held_out
         verdict = "BELOW the target" if run.is_target_refuted else "the target is met"
         lines += [
             "",
-            f"held out: of {run.num_held_out} other questions {_share(held)} agree, KL {held.kl:.2g}; {verdict}",
+            f"held out: of {run.num_held_out} other questions {_share(held_out)} agree, KL {held_out.kl:.2g}; "
+            f"{verdict}",
         ]
     if run.path is not None:
         lines += ["", f"saved; `ragblend ask` and every engine on this store use it: {run.path}"]
@@ -211,5 +212,5 @@ def _table(fit: RuleFit, run: CalibrationRun) -> list[str]:
     return rows
 
 
-def _share(found: CurvePoint) -> str:
-    return f"{found.agreement:.1%} [{found.low:.1%}, {found.high:.1%}]"
+def _share(point: CurvePoint) -> str:
+    return f"{point.agreement:.1%} [{point.low:.1%}, {point.high:.1%}]"

@@ -64,9 +64,9 @@ def profile(
         _open_to_measure(settings, effort, json_object(vllm_options, "--vllm-options")) as engine,
     ):
         root = Path(settings.store)
-        found = measure_machine(engine, effort, directory=root, remote=tier, on_progress=progress)
-        path = write_profile(root, found)
-    print_result(found.as_dict(), "\n".join([*profile_lines(found), f"kept in {path}"]), json_)
+        measured = measure_machine(engine, effort, directory=root, remote=tier, on_progress=progress)
+        path = write_profile(root, measured)
+    print_result(measured.as_dict(), "\n".join([*profile_lines(measured), f"kept in {path}"]), json_)
 
 
 @with_settings("model dtype kv_dtype")

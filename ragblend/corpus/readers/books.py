@@ -94,11 +94,11 @@ def _read_titles(container: ZipContainer, items: dict[str, Element], folder: str
     for item in contents:
         part = resolve_part(folder, attribute(item, "href"))
         try:
-            found = dict(reversed(list(_contents_entries(parse_part(container, part), posixpath.dirname(part)))))
+            titles = dict(reversed(list(_contents_entries(parse_part(container, part), posixpath.dirname(part)))))
         except UnreadableDocumentError:
             continue
-        if found:
-            return found
+        if titles:
+            return titles
     return {}
 
 
@@ -116,10 +116,10 @@ def _contents_entries(root: Element, folder: str) -> Iterator[tuple[str, str]]:
 
 
 def _read_metadata(package: Element) -> dict[str, str]:
-    found: dict[str, str] = {}
+    properties: dict[str, str] = {}
     metadata = child(package, "metadata")
     for element in metadata if metadata is not None else ():
         name = {"title": "title", "creator": "author", "language": "language"}.get(local_name(element))
         if name and element.text and element.text.strip():
-            found.setdefault(name, collapse_whitespace(element.text))
-    return found
+            properties.setdefault(name, collapse_whitespace(element.text))
+    return properties

@@ -71,10 +71,10 @@ def rank_charsets(data: bytes) -> list[str]:
     import chardet
 
     sample = _take_sample(data)
-    found = chardet.detect_all(
+    guesses = chardet.detect_all(
         sample, True, compat_names=False, include_encodings=[*_LATIN, *_OTHER_SCRIPTS, *_MULTIBYTE]
     )
-    scores = {one["encoding"]: one["confidence"] for one in found if one["encoding"]}
+    scores = {one["encoding"]: one["confidence"] for one in guesses if one["encoding"]}
     ranked = [name for name in scores if name in {*_LATIN, *_OTHER_SCRIPTS, *_MULTIBYTE}]
     if not ranked or ranked[0] in _MULTIBYTE:
         return ranked

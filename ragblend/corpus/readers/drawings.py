@@ -90,7 +90,7 @@ def _chart_text(root: Element) -> str:
 
 def _points(data: Element | None) -> dict[int, str]:
     """Return the cached values of a chart's reference by their numbers; of several levels of categories, the first."""
-    found: dict[int, str] = {}
+    points: dict[int, str] = {}
     format_code = ""
     for element in data.iter() if data is not None else ():
         if local_name(element) == "formatCode":
@@ -99,10 +99,10 @@ def _points(data: Element | None) -> dict[int, str]:
             value = child(element, "v")
             number = attribute(element, "idx", "0")
             if value is not None and value.text and number.isdecimal():
-                found.setdefault(int(number), _value_text(value.text, format_code))
-        elif local_name(element) == "v" and not found and element.text:
-            found[0] = element.text  # a name that the chart itself holds, instead of a cell
-    return found
+                points.setdefault(int(number), _value_text(value.text, format_code))
+        elif local_name(element) == "v" and not points and element.text:
+            points[0] = element.text  # a name that the chart itself holds, instead of a cell
+    return points
 
 
 def _value_text(value: str, format_code: str) -> str:

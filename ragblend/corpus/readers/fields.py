@@ -67,9 +67,9 @@ def read_text_field(record: Mapping[str, Any], text_field: str) -> ParsedRecord 
     values = _find_values(record, text_field)
     if values is None:
         return None
-    found = [ParsedRecord("", value, {}) if isinstance(value, str) else flatten(value) for value in values]
-    text = "\n\n".join(each.text for each in found if each.text)
-    notes = next((each.notes for each in found if each.notes), ())
+    records = [ParsedRecord("", value, {}) if isinstance(value, str) else flatten(value) for value in values]
+    text = "\n\n".join(each.text for each in records if each.text)
+    notes = next((each.notes for each in records if each.notes), ())
     return ParsedRecord("", text, select_metadata(record, {text_field}), notes=notes)
 
 

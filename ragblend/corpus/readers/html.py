@@ -138,8 +138,8 @@ def _write(root: LexborNode, title: str, hidden: str, shows_menus: bool) -> Pars
 
 def _find_shifted(root: LexborNode) -> dict[int, str]:
     """Return "sup" or "sub" for the elements that their style raises or lowers."""
-    found = ((node, _SHIFTED.search(node.attributes.get("style") or "")) for node in root.css("span[style]"))
-    return {node.mem_id: "sup" if shift[1] == "per" else "sub" for node, shift in found if shift}
+    matches = ((node, _SHIFTED.search(node.attributes.get("style") or "")) for node in root.css("span[style]"))
+    return {node.mem_id: "sup" if shift[1] == "per" else "sub" for node, shift in matches if shift}
 
 
 def _spans(cell: LexborNode) -> tuple[int, int]:

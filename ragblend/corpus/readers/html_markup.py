@@ -106,9 +106,9 @@ def _write_note_mark(link: re.Match[str]) -> str:
 
 def _has_marked_inline(page: str) -> bool:
     """Return True if an inline element has an attribute that hides, raises or lowers it, or a word like one."""
-    for found in _MARKED_INLINE.finditer(page):
-        start = page.rfind("<", max(0, found.start() - _MAX_ATTRIBUTES_CHARS), found.start())
-        tag = _TAG_NAME.match(page[start : found.start() + 1]) if start >= 0 else None
+    for match in _MARKED_INLINE.finditer(page):
+        start = page.rfind("<", max(0, match.start() - _MAX_ATTRIBUTES_CHARS), match.start())
+        tag = _TAG_NAME.match(page[start : match.start() + 1]) if start >= 0 else None
         if tag and tag[1].lower() in _INLINE_NAMES:
             return True
     return False

@@ -168,5 +168,5 @@ def read_properties(container: ZipContainer, part: str) -> dict[str, str]:
         root = parse_part(container, part)
     except UnreadableDocumentError:
         return {}
-    found = {local_name(element): (element.text or "").strip() for element in root.iter()}
-    return {"title": found.get("title", ""), "author": found.get("creator", "")}
+    properties = {local_name(element): (element.text or "").strip() for element in root.iter()}
+    return {"title": properties.get("title", ""), "author": properties.get("creator", "")}

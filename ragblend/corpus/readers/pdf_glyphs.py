@@ -105,9 +105,9 @@ def _find_letters(differences: Sequence[Any]) -> dict[int, str]:
         if isinstance(entry, int):
             code = int(entry)
             continue
-        found = decode_name(str(entry).removeprefix("/"))
-        if found and 0 <= code <= _MAX_CODE:
-            letters[code] = found
+        letter = decode_name(str(entry).removeprefix("/"))
+        if letter and 0 <= code <= _MAX_CODE:
+            letters[code] = letter
         code += 1
     return letters
 

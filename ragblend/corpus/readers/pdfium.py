@@ -337,7 +337,7 @@ def _read_headings(document: PdfDocument) -> dict[int, list[tuple[str, int]]]:
 
     Uses a stack, because a hostile tree is deep or a circle.
     """
-    found: dict[int, list[tuple[str, int]]] = {}
+    headings: dict[int, list[tuple[str, int]]] = {}
     stack, seen = [(raw.FPDFBookmark_GetFirstChild(document, None), 1)], set[int]()
     while stack and len(seen) < _MAX_BOOKMARKS:
         pointer, level = stack.pop()
@@ -350,5 +350,5 @@ def _read_headings(document: PdfDocument) -> dict[int, list[tuple[str, int]]]:
         destination = bookmark.get_dest()
         page = destination.get_index() if destination else None
         if page is not None:
-            found.setdefault(page, []).append((bookmark.get_title(), level))
-    return found
+            headings.setdefault(page, []).append((bookmark.get_title(), level))
+    return headings

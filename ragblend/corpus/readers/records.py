@@ -152,11 +152,11 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
     elif not isinstance(value, dict):
         raise NotADocumentError(f"is {json.dumps(value, default=str)}, which is neither a text nor an object with one")
     elif text_field:
-        if (found := read_text_field(value, text_field)) is None:
+        if (record := read_text_field(value, text_field)) is None:
             raise UnreadableDocumentError(
                 f"has no field {text_field!r}, but {_list_names(value)}; name another (`text_field`)"
             )
-        yield found._replace(key=key)
+        yield record._replace(key=key)
     elif isinstance(value.get("ctxs"), list):
         # The question and the answers are not metadata, because they belong to the record.
         for number, passage in enumerate(value["ctxs"]):
@@ -173,8 +173,8 @@ def _parse_record(value: Any, key: str, joint: str, text_field: str) -> Iterator
 
 def _list_names(names: Iterable[str]) -> str:
     """Return the first names for a message."""
-    shown = [name[:40] for name in islice(names, 13)]
-    return ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "") or "none"
+    listed = [name[:40] for name in islice(names, 13)]
+    return ", ".join(listed[:12]) + (", ..." if len(listed) > 12 else "") or "none"
 
 
 _ROWS_AT_A_TIME = 256

@@ -93,8 +93,8 @@ def _shapes(slide: Element) -> Iterator[Element]:
 def _placeholder(shape: Element) -> str:
     """Return the kind of placeholder that a shape fills ("title", "body", "sldNum"); "" for other shapes."""
     for properties in ("nvSpPr", "nvGraphicFramePr"):
-        if (found := child(shape, properties, "nvPr", "ph")) is not None:
-            return attribute(found, "type", "body")
+        if (placeholder := child(shape, properties, "nvPr", "ph")) is not None:
+            return attribute(placeholder, "type", "body")
     return ""
 
 

@@ -128,8 +128,8 @@ def parse_table(text: str, text_field: str = "") -> Table:
     """
     text_names = {*TEXT_FIELDS, text_field} - {""}
     text = unify_line_breaks(text.removeprefix("\ufeff"))
-    if found := _DELIMITER_LINE.match(text):
-        text, delimiter = text[found.end() :], found[1]
+    if match := _DELIMITER_LINE.match(text):
+        text, delimiter = text[match.end() :], match[1]
     else:
         delimiter = _find_delimiter(text, text_names)
     sample = _parse_sample(text, delimiter)

@@ -82,8 +82,8 @@ def _heading_level(style: Element) -> int:
     name = value_of(child(style, "name")).lower()
     if name == "title":
         return 1
-    if found := _HEADING.match(name):
-        return int(found[1])
+    if match := _HEADING.match(name):
+        return int(match[1])
     return outline_level(child(style, "pPr"))
 
 

@@ -70,11 +70,11 @@ def reject_ignored_rope_scaling(path: Path, config: Any) -> None:
 
     `config`: the config with which transformers loads the file.
     """
-    known = getattr(config, "rope_parameters", None) or {}
-    found = _rope_scaling(path)
-    if found and known.get("rope_type", "default") == "default":
+    parameters = getattr(config, "rope_parameters", None) or {}
+    scaling = _rope_scaling(path)
+    if scaling and parameters.get("rope_type", "default") == "default":
         raise UnsupportedModelError(
-            f"{path.name} has a scaled RoPE ({found}), which transformers does not read from a GGUF, so every answer "
+            f"{path.name} has a scaled RoPE ({scaling}), which transformers does not read from a GGUF, so every answer "
             "would be slightly wrong. Copy the setting from config.json of the original model, "
             "model_kwargs={'rope_parameters': {'rope_type': ..., 'rope_theta': ..., 'factor': ...}}, or use that model"
         )

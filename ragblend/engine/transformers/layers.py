@@ -239,8 +239,8 @@ class TransformersLayers:
         attention, keys = self._layers[layer].self_attn, list[Tensor]()
 
         def keep(_module: Any, _args: Any, output: Tensor) -> None:
-            found = self._family.keys_from_module_output(attention, output[0])  # without the batch dimension
-            keys.append(found.transpose(0, 1))
+            pre_rope = self._family.keys_from_module_output(attention, output[0])  # without the batch dimension
+            keys.append(pre_rope.transpose(0, 1))
 
         hook = getattr(attention, self._family.key_module).register_forward_hook(keep)
         try:
@@ -297,7 +297,7 @@ class TransformersLayers:
         Attention windows are reduced to `window` tokens, because longer ones would have no effect in a short prompt. In
         half precision, every token uses all experts, because rounding could otherwise change the choice of experts.
         """
-        own, windows = getattr(self.config, "sliding_window", None), self._windows
+        config_window, windows = getattr(self.config, "sliding_window", None), self._windows
         routers = [each for each in self.model.modules() if hasattr(each, "top_k") and hasattr(each, "num_experts")]
         routers = [] if self.dtype == torch.float32 else routers
         chosen = [(router.top_k, getattr(router, "topk_group", None)) for router in routers]
@@ -315,7 +315,7 @@ class TransformersLayers:
             yield
         finally:
             if any(windows):
-                self.config.sliding_window, self._windows = own, windows
+                self.config.sliding_window, self._windows = config_window, windows
             if num_chosen:
                 self.config.top_k_experts = num_chosen
             for router, (count, groups) in zip(routers, chosen, strict=True):
@@ -350,11 +350,11 @@ class TransformersLayers:
         with self._pre_rope_keys(layer) as keys, suppress(_StopError):
             self._run(layer, hidden, rows, cache, blend_rows=rows)
         expected = self._family.to_stored(cache.kv).keys.float()
-        own = self._rotary.of_rows(rows, self._kinds[layer])
+        tables = self._rotary.of_rows(rows, self._kinds[layer])
         weight = self._family.rotated_key_weight(self._layers[layer].self_attn)
 
         def error(layout: RotaryLayout) -> float:
-            rotation = KeyRotation(own.arrange(layout), weight)
+            rotation = KeyRotation(tables.arrange(layout), weight)
             return float((rotation.rotate(keys[0]).float() - expected).norm())
 
         return min(ROTARY_LAYOUTS, key=error)

@@ -197,12 +197,12 @@ def _device_of(options: ModelOptions) -> tuple[torch.device, Any]:
 def _base_and_adapter(path: Path, options: ModelOptions, weights: bool = True) -> tuple[Path, Path | None]:
     """Return the checkpoint for `path` and its adapter, if any. `path` itself may be an adapter."""
     if options.adapter is not None:
-        found = expand_user_path(options.adapter, "adapter")
-        if not is_adapter(found):
-            if found.exists() or options.adapter.startswith((".", "/", "~")) or options.adapter.count("/") != 1:
-                raise NotFoundError(f"no adapter at {found}; give the directory that peft's save_pretrained wrote")
-            found = find_model(options.adapter, weights, replace(options, revision=None))
-        return path, found
+        adapter = expand_user_path(options.adapter, "adapter")
+        if not is_adapter(adapter):
+            if adapter.exists() or options.adapter.startswith((".", "/", "~")) or options.adapter.count("/") != 1:
+                raise NotFoundError(f"no adapter at {adapter}; give the directory that peft's save_pretrained wrote")
+            adapter = find_model(options.adapter, weights, replace(options, revision=None))
+        return path, adapter
     if not is_adapter(path):
         return path, None
     base = find_model(base_model_name(path), weights, replace(options, revision=None))
@@ -230,8 +230,8 @@ def _suffix(variant: Mapping[str, Any]) -> str:
     """Return the fingerprint's part for `from_pretrained` arguments that change the KV; "" without any."""
     if not variant:
         return ""
-    shown = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in variant.items()}
-    return "+" + json.dumps(shown, sort_keys=True, default=str)
+    values = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in variant.items()}
+    return "+" + json.dumps(values, sort_keys=True, default=str)
 
 
 def outline_fusable_model(path: Path, trust_remote_code: bool = False) -> Any:
@@ -298,8 +298,8 @@ def choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
         return DTYPES[dtype]
     if device.type == "cpu":
         return torch.float32
-    own = getattr(config, "dtype", None) or torch.float32
-    return own if own in DTYPES.values() else torch.bfloat16
+    config_dtype = getattr(config, "dtype", None) or torch.float32
+    return config_dtype if config_dtype in DTYPES.values() else torch.bfloat16
 
 
 @contextmanager
@@ -307,10 +307,10 @@ def _no_bars() -> Iterator[None]:
     """Hide transformers' "Loading weights" bar, because a library must not print."""
     from transformers.utils import logging as transformers_logging
 
-    shown = transformers_logging.is_progress_bar_enabled()
+    was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             transformers_logging.enable_progress_bar()

@@ -218,8 +218,8 @@ def _attention(
 
 def _eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
     """Return the output of the eager attention in the module's own file, because each model family has its own."""
-    own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
-    attended: tuple[Tensor, Any] = own(module, *args, **kwargs)
+    attend = getattr(sys.modules[type(module).__module__], "eager_attention_forward", sdpa_attention_forward)
+    attended: tuple[Tensor, Any] = attend(module, *args, **kwargs)
     return attended
 
 
@@ -229,10 +229,10 @@ def wrap_attention(model: Any) -> None:
     Other calls with a soft cap or sinks go to the model's eager code (`attend_eager`). All others go to the attention
     implementation that the model had before.
     """
-    own = model.config._attn_implementation or "sdpa"
-    if own.startswith(ATTENTION):  # another engine's: both do the same
+    implementation = model.config._attn_implementation or "sdpa"
+    if implementation.startswith(ATTENTION):  # another engine's: both do the same
         return
-    name = f"{ATTENTION}_{own}"
-    AttentionInterface.register(name, partial(_attention, whole=ALL_ATTENTION_FUNCTIONS.get(own, _eager)))
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(own, sdpa_mask))
+    name = f"{ATTENTION}_{implementation}"
+    AttentionInterface.register(name, partial(_attention, whole=ALL_ATTENTION_FUNCTIONS.get(implementation, _eager)))
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, sdpa_mask))
     model.set_attn_implementation(name)

@@ -34,9 +34,9 @@ WINDOWED = "sliding_attention"
 
 def rope_parameters(config: Any) -> dict[str, dict[str, Any]]:
     """Return a config's RoPE settings by layer type. If it has one setting for all types, the only key is ""."""
-    found = dict(getattr(config, "rope_parameters", None) or {})
-    by_type = {kind: dict(each) for kind, each in found.items() if isinstance(each, Mapping)}
-    return by_type or {"": found}
+    parameters = dict(getattr(config, "rope_parameters", None) or {})
+    by_type = {kind: dict(each) for kind, each in parameters.items() if isinstance(each, Mapping)}
+    return by_type or {"": parameters}
 
 
 def context_length(config: Any) -> int:
@@ -131,16 +131,16 @@ class RotaryTables:
                 return each
         # Positions start again in each packed chunk, so the last one may not be the highest.
         end = max(positions_on_host(rows), default=0) + 1
-        known = self._tables.get((kind, layout))
-        cos, sin = known if known is not None and len(known[0]) >= end else self._make_tables(end, kind, layout)
-        found = RowTables(rows, kind, layout, end, cos[rows], sin[rows])
-        self._cached = (found, *cached[: MAX_CACHED_TABLES * len(self._tables) - 1])
-        return found
+        whole = self._tables.get((kind, layout))
+        cos, sin = whole if whole is not None and len(whole[0]) >= end else self._make_tables(end, kind, layout)
+        tables = RowTables(rows, kind, layout, end, cos[rows], sin[rows])
+        self._cached = (tables, *cached[: MAX_CACHED_TABLES * len(self._tables) - 1])
+        return tables
 
     def of_all(self, end: int, kind: str, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
         """Return the tables of the first `end` positions or more, [positions, R] each."""
-        known = self._tables.get((kind, layout))
-        return known if known is not None and len(known[0]) >= end else self._make_tables(end, kind, layout)
+        cached = self._tables.get((kind, layout))
+        return cached if cached is not None and len(cached[0]) >= end else self._make_tables(end, kind, layout)
 
     def _make_tables(self, length: int, kind: str, layout: RotaryLayout) -> tuple[Tensor, Tensor]:
         """Return the model's cosine and sine tables [length or more, R], arranged for `layout`."""
@@ -149,9 +149,9 @@ class RotaryTables:
         positions = torch.arange(size, device=self._device)[None]
         dummy = torch.empty(0, dtype=torch.float32, device=self._device)
         which = {"layer_type": kind} if kind else {}
-        found = self._module(dummy, position_ids=positions, **which)
+        tables = self._module(dummy, position_ids=positions, **which)
         # Some modules return each angle as one complex number.
-        cos, sin = (part[0] for part in ((found.real, found.imag) if isinstance(found, Tensor) else found))
+        cos, sin = (part[0] for part in ((tables.real, tables.imag) if isinstance(tables, Tensor) else tables))
         if self._half_tables:
             cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         self._tables[kind, layout] = layout.arrange(cos, sin)

@@ -122,8 +122,8 @@ class GrammarCompiler:
             if isinstance(piece, int) and self._tokenizer.is_special_token(piece):
                 words.append(f"<[{piece}]>")
             else:
-                shown = piece if isinstance(piece, str) else self._tokenizer.decode_str([piece])
-                words.append(json.dumps(shown, ensure_ascii=False))
+                piece_text = piece if isinstance(piece, str) else self._tokenizer.decode_str([piece])
+                words.append(json.dumps(piece_text, ensure_ascii=False))
         return " ".join(words) or '""'
 
 
@@ -227,19 +227,19 @@ def _closed(schema: Any) -> Any:
     """
     if not isinstance(schema, Mapping):
         return schema
-    found = dict(schema)
+    closed = dict(schema)
     for name in _NAMED:
-        if isinstance(found.get(name), Mapping):
-            found[name] = {key: _closed(value) for key, value in found[name].items()}
+        if isinstance(closed.get(name), Mapping):
+            closed[name] = {key: _closed(value) for key, value in closed[name].items()}
     for name in _ALTERNATIVES:
-        if isinstance(found.get(name), list):
-            found[name] = [_closed(each) for each in found[name]]
+        if isinstance(closed.get(name), list):
+            closed[name] = [_closed(each) for each in closed[name]]
     for name in ("items", "additionalProperties"):
-        found |= {name: _closed(found[name])} if name in found else {}
-    if isinstance(found.get("format"), str) and found["format"] in _FORMLESS:
-        del found["format"]
-    alone = not {"allOf", "$ref", "anyOf", "oneOf", "patternProperties", "additionalProperties"} & set(found)
-    return found | ({"additionalProperties": False} if "properties" in found and alone else {})
+        closed |= {name: _closed(closed[name])} if name in closed else {}
+    if isinstance(closed.get("format"), str) and closed["format"] in _FORMLESS:
+        del closed["format"]
+    alone = not {"allOf", "$ref", "anyOf", "oneOf", "patternProperties", "additionalProperties"} & set(closed)
+    return closed | ({"additionalProperties": False} if "properties" in closed and alone else {})
 
 
 class _LarkBuilder:

@@ -91,15 +91,15 @@ class VllmStream(AnswerStream):
                         ttft_s = first_s - self._start_s + request.render_s
                     if delta.report is not None:
                         received, num_cached = delta.report, delta.num_cached_tokens
-                    shown = ""
+                    answer_text = ""
                     for token in delta.token_ids:
                         if text.stopped or token in engine.stop_ids:
                             break  # vLLM sends the end token, too, and then ends the request
                         result.token_ids.append(token)
-                        shown += text.push(token)
-                    if shown:
-                        result.text += shown
-                        yield shown
+                        answer_text += text.push(token)
+                    if answer_text:
+                        result.text += answer_text
+                        yield answer_text
                     finished = delta.finish_reason or finished
                     if text.stopped and delta.finish_reason is None and request.options.stop_strings:
                         break  # closing the deltas aborts the request: vLLM does not detokenize, so does not stop

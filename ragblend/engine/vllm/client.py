@@ -245,19 +245,19 @@ def request_server_facts(connection: Connection, model: str = "") -> ServerFacts
         str(first.get("id")), str(first.get("root") or first.get("id")), length if isinstance(length, int) else 2**31
     )
     try:
-        own = connection.request_json("GET", "/v1/ragblend")
+        server_facts = connection.request_json("GET", "/v1/ragblend")
     except NotFoundError:
         return facts
-    context: Any = own.get("context")
+    context: Any = server_facts.get("context")
     return facts._replace(
-        fingerprint=str(own.get("fingerprint", "")),
-        bytes_per_token=int(own.get("bytes_per_token") or 0),
+        fingerprint=str(server_facts.get("fingerprint", "")),
+        bytes_per_token=int(server_facts.get("bytes_per_token") or 0),
         context=context if CONTEXT.accepts(context) else "none",
-        namespace=str(own.get("namespace") or ""),
-        answer_lead=str(own.get("answer_lead") or ""),
-        knows_tools=own.get("knows_tools") is not False,
-        calls=own.get("calls"),
-        calls_shown=own.get("calls_shown"),
+        namespace=str(server_facts.get("namespace") or ""),
+        answer_lead=str(server_facts.get("answer_lead") or ""),
+        knows_tools=server_facts.get("knows_tools") is not False,
+        calls=server_facts.get("calls"),
+        calls_shown=server_facts.get("calls_shown"),
     )
 
 
@@ -564,9 +564,9 @@ class VllmClient(EngineBase):
                 return
 
     def _documents_path(self, document: str = "", **query: str) -> str:
-        given = {**query, **({"namespace": self.namespace} if self.namespace else {})}
+        parameters = {**query, **({"namespace": self.namespace} if self.namespace else {})}
         place = "/v1/ragblend/documents" + (f"/{document}" if document else "")
-        return place + (f"?{urlencode(given)}" if given else "")
+        return place + (f"?{urlencode(parameters)}" if parameters else "")
 
     # -- what needs token ids, which only the server has
 

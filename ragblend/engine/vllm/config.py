@@ -56,8 +56,8 @@ class ConnectorConfig(TierOptions):
         """
         unknown = sorted(set(extra) - set(cls.__dataclass_fields__))
         if unknown:
-            known = ", ".join(cls.__dataclass_fields__)
-            raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {known}")
+            names = ", ".join(cls.__dataclass_fields__)
+            raise UsageError(f"kv_connector_extra_config has {', '.join(unknown)}; known: {names}")
         lists = {"prefix_ids": tuple(extra.get("prefix_ids", ()))}
         # A remote tier's URL may contain a password, and every user of the machine can read a command line. So tiers
         # may also come from `RAGBLEND_*` variables.

@@ -245,8 +245,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         `request_id` may lack the suffix that vLLM appends to a front end's id.
         """
-        for known, report in reversed(self._recent_reports.items()):
-            if known == request_id or known.rpartition("-")[0] == request_id:
+        for recent_id, report in reversed(self._recent_reports.items()):
+            if recent_id == request_id or recent_id.rpartition("-")[0] == request_id:
                 return report_to_json(report)
         return None
 

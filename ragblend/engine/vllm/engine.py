@@ -168,11 +168,11 @@ def start_vllm(
     if memory is not None and not {"gpu_memory_utilization", "num_gpu_blocks_override"} & set(options):
         arguments.setdefault("kv_cache_memory_bytes", memory)
     try:
-        known = EngineArgs(**arguments)
+        engine_args = EngineArgs(**arguments)
     except TypeError as error:
         raise UsageError(f"this vLLM does not have all of vllm_options: {error}") from error
     with _environment(hidden):
-        return LLMEngine.from_engine_args(known)
+        return LLMEngine.from_engine_args(engine_args)
 
 
 @contextmanager

@@ -162,8 +162,8 @@ def forecast_serving(model: str, flags: Sequence[str] = (), options: ModelOption
     reasons = unsupported_reasons(vllm_config)
     if not any(rope for rope in rope_parameters(text).values()):
         reasons.append("its config has no RoPE, so stored keys cannot be moved")
-    if known := FAILING_ARCHITECTURES.get(architecture):
-        reasons.append(known)
+    if reason := FAILING_ARCHITECTURES.get(architecture):
+        reasons.append(reason)
     notes = {
         "requests with an adapter are left to vLLM": "--enable-lora" in named,
         "requests with images or other media are left to vLLM": text is not config,
@@ -198,12 +198,12 @@ def _parallel_size(flags: Sequence[str], name: str) -> int:
 def _json_flag(flags: Sequence[str], name: str) -> dict[str, Any]:
     value = split_flag(flags, name)[0]
     try:
-        found = json.loads(value or "{}")
+        values = json.loads(value or "{}")
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        values = None
+    if not isinstance(values, dict):
         raise UsageError(f'{name} is {value!r}; give a JSON object, such as \'{{"method": "ngram"}}\'')
-    return found
+    return values
 
 
 def _load_config(model: str, options: ModelOptions, weights: bool = True) -> tuple[Path, Any]:
@@ -318,34 +318,34 @@ def server_command(
 
     `flags` are vLLM's own and override ragblend's. Raises UsageError for flags that ragblend must set itself.
     """
-    given = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
-    given |= _flags_of_config_file(split_flag(flags, "--config")[0])
+    given_flags = {flag.partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("-")}
+    given_flags |= _flags_of_config_file(split_flag(flags, "--config")[0])
     for ours in ("--model", "--kv-transfer-config", "--dtype"):
-        if ours in given:
+        if ours in given_flags:
             raise UsageError(f"{ours} is one of vLLM's flags that ragblend serve sets itself; leave it out")
     command = [python, "-m", CLI_MODULE, "serve", str(checkpoint.path)]
-    if not given & {"--api-server-count", "-asc", "--headless"}:
+    if not given_flags & {"--api-server-count", "-asc", "--headless"}:
         # The default is one server process per data-parallel engine, each with separate counters.
         command += ["--api-server-count", "1"]
     command += ["--dtype", checkpoint.dtype]
     command += ["--kv-transfer-config", json.dumps(transfer, separators=(",", ":"))]
     # Without this flag, vLLM warns at every start that it disables the manager for a connector that fills one group.
     command += ["--middleware", MIDDLEWARE, "--disable-hybrid-kv-cache-manager"]
-    if "--shutdown-timeout" not in given:
+    if "--shutdown-timeout" not in given_flags:
         command += ["--shutdown-timeout", str(SHUTDOWN_TIMEOUT_S)]  # without one, an open stream keeps vLLM running
-    if "--worker-extension-cls" not in given:
+    if "--worker-extension-cls" not in given_flags:
         command += ["--worker-extension-cls", EXTENSION]
-    if not given & {"--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"}:
+    if not given_flags & {"--enable-prompt-tokens-details", "--no-enable-prompt-tokens-details"}:
         command += ["--enable-prompt-tokens-details"]  # OpenAI's `usage` then has the number of reused tokens
-    if "--served-model-name" not in given:
+    if "--served-model-name" not in given_flags:
         command += ["--served-model-name", checkpoint.name]
-    if not given.intersection(_MEMORY_FLAGS):
+    if not given_flags.intersection(_MEMORY_FLAGS):
         length = split_flag(flags, "--max-model-len")[0] or ""
         size = cpu_paged_kv_bytes(checkpoint, int(length) if length.isdecimal() else None)
         command += ["--kv-cache-memory-bytes", str(size)] if size is not None else []
-    if not has_cuda() and "--block-size" not in given:
+    if not has_cuda() and "--block-size" not in given_flags:
         command += ["--block-size", str(BLOCK_SIZE_ON_CPU)]
-    if not has_cuda() and not any(map(_COMPILATION_FLAG.match, given)):
+    if not has_cuda() and not any(map(_COMPILATION_FLAG.match, given_flags)):
         command += ["--enforce-eager"]  # on a CPU, compiling takes minutes before the server answers
     return [*command, *flags]
 
@@ -354,11 +354,11 @@ def _flags_of_config_file(path: str | None) -> set[str]:
     """Return the names of the flags in the YAML file of vLLM's `--config`. vLLM reports a file that cannot be read."""
     import yaml
 
-    found: object = {}
+    values: object = {}
     if path is not None:
         with suppress(OSError, ValueError, yaml.YAMLError):
-            found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    return {f"--{name}".replace("_", "-") for name in found} if isinstance(found, dict) else set()
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    return {f"--{name}".replace("_", "-") for name in values} if isinstance(values, dict) else set()
 
 
 def split_flag(flags: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -195,9 +195,9 @@ class _VllmLogHandler(logging.Handler):
             start_s, count = record.created, 0
         self._windows[statement] = start_s, count + 1
         if count < _MOST:
-            shown = copy.copy(record)  # other handlers of the logger get the record itself
-            shown.msg, shown.args = printable(text), None
-            vllm_logger.handle(shown)
+            copied = copy.copy(record)  # other handlers of the logger get the record itself
+            copied.msg, copied.args = printable(text), None
+            vllm_logger.handle(copied)
 
 
 def use_vllm_logger() -> None:

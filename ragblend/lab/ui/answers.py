@@ -100,11 +100,11 @@ class UiState:
         """Return the demo's questions about the index's documents; none for other models, which cannot answer them."""
         if self.engine is None or self.engine.name != DEMO:
             return []
-        known = set(names)
+        documents = set(names)
         return [
             {"question": question.text, "answer": question.answer}
             for question in example_questions()
-            if all(span["source"] in known for span in question.gold)
+            if all(span["source"] in documents for span in question.gold)
         ]
 
 

@@ -168,8 +168,8 @@ def serve(
     messages for the user.
     """
     listening = _listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listening.getsockname()[1]}/"
+    address = f"[{host}]" if ":" in host else host
+    url = f"http://{address}:{listening.getsockname()[1]}/"
     notify(f"the page is at {url} (Ctrl-C ends it)")
     if not is_loopback(host):
         notify(f"the page has no password: everyone who can reach {host} can read, add and query documents")
@@ -254,12 +254,12 @@ async def _read_json_body(request: Request) -> dict[str, Any]:
             if len(data) > _BODY_BYTES:
                 raise TooLargeError(f"the request is longer than {_BODY_BYTES >> 10} KiB; ask a shorter question")
     try:
-        found = json.loads(data)
+        body = json.loads(data)
     except (ValueError, RecursionError) as error:  # RecursionError: arrays or objects nested thousands deep
         raise UsageError(f"cannot read the request's body as JSON: {error}; send a flat object") from error
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise UsageError("the request's body is not a JSON object; send one")
-    return found
+    return body
 
 
 def _stream_events(job: UiJob) -> Response:

@@ -136,8 +136,8 @@ def display_name(path: str) -> str:
 
 def _drop_unknown(paths: Sequence[Path], index: ChunkIndex) -> None:
     """Remove the uploads that are not in the index, because they gave no document."""
-    known = {source_path(source) for source in index.sources()}
+    indexed = {source_path(source) for source in index.sources()}
     for path in paths:
-        if normal_path(path) not in known:
+        if normal_path(path) not in indexed:
             with suppress(OSError):
                 path.unlink()

@@ -217,8 +217,8 @@ def _math_semantics(element: Element, parts: _Parts) -> str:
 
 
 def _property(element: Element, properties: str, name: str, default: str) -> str:
-    found = child(element, properties, name)
-    return default if found is None else attribute(found, "val")
+    element_property = child(element, properties, name)
+    return default if element_property is None else attribute(element_property, "val")
 
 
 def _office_delimited(element: Element, parts: _Parts) -> str:

@@ -80,25 +80,27 @@ def calls() -> Iterator[tuple[str, str, set[str]]]:
 def connector_methods() -> dict[str, list[str]]:
     """Return the positional parameters of each method of BlendConnector, by the method's name."""
     tree = ast.parse((PACKAGE / "connector.py").read_text(encoding="utf-8"))
-    found = (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == "BlendConnector")
-    methods = (each for each in next(found).body if isinstance(each, ast.FunctionDef))
+    classes = (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef) and each.name == "BlendConnector")
+    methods = (each for each in next(classes).body if isinstance(each, ast.FunctionDef))
     return {each.name: [part.arg for part in each.args.posonlyargs + each.args.args] for each in methods}
 
 
 def find_differences() -> list[str]:
     """Return the names that ragblend uses and the installed vLLM lacks or declares otherwise; [] if there are none."""
-    found = dict.fromkeys(f"{module}.{name}" for module, name, _ in imports() if _load(module, name) is None)
+    differences = dict.fromkeys(f"{module}.{name}" for module, name, _ in imports() if _load(module, name) is None)
     for module, name, keywords in calls():
         target = _load(module, name)
         if target is not None:
-            found |= dict.fromkeys(f"{module}.{name}({each}=)" for each in sorted(_unknown_keywords(target, keywords)))
+            differences |= dict.fromkeys(
+                f"{module}.{name}({each}=)" for each in sorted(_unknown_keywords(target, keywords))
+            )
     for (module, name), attributes in ATTRIBUTES.items():
         if not _exists(module):
-            found[module] = None
+            differences[module] = None
         elif (target := _load(module, name)) is not None:  # a backend of another platform may not load
-            known = _attributes(target)
-            found |= dict.fromkeys(f"{module}.{name}.{each}" for each in attributes if each not in known)
-    return [*found, *_connector_differences()]
+            names = _attributes(target)
+            differences |= dict.fromkeys(f"{module}.{name}.{each}" for each in attributes if each not in names)
+    return [*differences, *_connector_differences()]
 
 
 def _connector_differences() -> Iterator[str]:
@@ -141,12 +143,12 @@ def _unknown_keywords(target: Any, keywords: set[str]) -> set[str]:
 
 def _attributes(target: type) -> set[str]:
     """Return the methods, fields and `self.x` of a class and of its bases in vLLM."""
-    found = set(dir(target))
+    names = set(dir(target))
     for kind in target.__mro__:
         if kind.__module__.split(".")[0] != "vllm":
             continue
-        found |= set(getattr(kind, "__annotations__", {}))
+        names |= set(getattr(kind, "__annotations__", {}))
         for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(kind)))):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return found
+                names.add(node.attr)
+    return names

@@ -42,9 +42,9 @@ class MemoryTierTracker:
         seen = (self._memory.counters.num_puts, self._memory.nbytes())
         if seen == self._seen:
             return None
-        held = frozenset(self._memory.keys())
-        change = MemoryTierDelta(tuple(held - self._reported), tuple(self._reported - held))
-        self._seen, self._reported = seen, held
+        keys = frozenset(self._memory.keys())
+        change = MemoryTierDelta(tuple(keys - self._reported), tuple(self._reported - keys))
+        self._seen, self._reported = seen, keys
         return change
 
 

@@ -92,8 +92,8 @@ class ChunkLookup:
 
     def candidate_keys(self, ids: Sequence[int], namespace: str) -> list[tuple[ChunkRun, list[str]]]:
         """Return the prompt's runs, each with the keys under which its chunk may be stored in any tier, best first."""
-        found = self._candidates(ids, self._match(ids, namespace), namespace)
-        return [(run, [variant.key for variant in variants]) for run, variants in found]
+        candidates = self._candidates(ids, self._match(ids, namespace), namespace)
+        return [(run, [variant.key for variant in variants]) for run, variants in candidates]
 
     def close(self) -> None:
         """Cancel the lookups that have not begun, and close the registry."""

@@ -179,10 +179,10 @@ class BlendScheduler:
 
     def _params(self, request: Any, bound: str | None) -> BlendParams | None:
         """Return the request's parameters, or the server's defaults; None if the request is left to vLLM."""
-        given = request.kv_transfer_params
-        if isinstance(given, dict) and PARAMS_KEY in given:
-            params = parse_params(given[PARAMS_KEY])
-            if "mode" not in given[PARAMS_KEY]:
+        transfer_params = request.kv_transfer_params
+        if isinstance(transfer_params, dict) and PARAMS_KEY in transfer_params:
+            params = parse_params(transfer_params[PARAMS_KEY])
+            if "mode" not in transfer_params[PARAMS_KEY]:
                 params = replace(params, mode=self.config.mode)
         elif reason := self._reason_to_leave(request):
             self._count_left(reason)
@@ -283,9 +283,9 @@ class BlendScheduler:
         self._resolve_rule(request, state)
         state.report.match_s = result.match_s
 
-    def _plan_fill(self, request: Any, state: _RequestState, found: LookupResult) -> None:
+    def _plan_fill(self, request: Any, state: _RequestState, result: LookupResult) -> None:
         """Set the end of the context that the connector fills, from the stored chunks."""
-        state.runs = runs = found.runs
+        state.runs = runs = result.runs
         if state.params.mode == "ingest":
             state.turns = (BlendTurn(0, len(request.prompt_token_ids), runs),)
             state.end = runs[-1].end
@@ -293,7 +293,7 @@ class BlendScheduler:
             hide_blocks(request, 0)
             return
         state.num_missing = sum(run.variant is None for run in runs)
-        state.turns = split_by_turns(runs, found.turn_ends)
+        state.turns = split_by_turns(runs, result.turn_ends)
         state.end = state.turns[-1].fused_end if state.turns else 0
         if state.end and not state.adapts_ratio:  # else the loading controller may still choose full prefill
             self._separate(request, state)
@@ -512,8 +512,8 @@ class BlendScheduler:
         models = self.disk.models()
         if self.fingerprint not in models:
             if models:
-                held = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
-                log.warning("%s contains KV of %s, but not of %s", self.config.store, held, name)
+                names = ", ".join(f"{other.get('model')} ({other.get('dtype')})" for other in models.values())
+                log.warning("%s contains KV of %s, but not of %s", self.config.store, names, name)
             try:
                 self.disk.put_model(self.fingerprint, {"model": name, **shape.as_facts()})
             except RagblendError as error:  # a read-only store still serves

@@ -54,19 +54,19 @@ class VllmDecoder:
             )
         self.attention: list[Any] = []
         for index, layer in enumerate(self.layers):
-            found = [module for module in layer.modules() if isinstance(module, Attention | MLAAttention)]
-            if len(found) != 1:
+            attentions = [module for module in layer.modules() if isinstance(module, Attention | MLAAttention)]
+            if len(attentions) != 1:
                 raise UnsupportedModelError(
-                    f"layer {index} of {type(model).__name__} is a {type(layer).__name__} with {len(found)} modules of "
-                    f"attention, but one is needed. {FIX_HINT}"
+                    f"layer {index} of {type(model).__name__} is a {type(layer).__name__} with {len(attentions)} "
+                    f"modules of attention, but one is needed. {FIX_HINT}"
                 )
-            if not hasattr(found[0].impl, "do_kv_cache_update"):
+            if not hasattr(attentions[0].impl, "do_kv_cache_update"):
                 raise UnsupportedModelError(
-                    f"vLLM's attention backend {type(found[0].impl).__name__} has no do_kv_cache_update; choose "
+                    f"vLLM's attention backend {type(attentions[0].impl).__name__} has no do_kv_cache_update; choose "
                     "another one, such as --attention-backend FLASH_ATTN"
                 )
-            reject_unsupported_attention(found[0].impl)
-            self.attention.append(found[0])
+            reject_unsupported_attention(attentions[0].impl)
+            self.attention.append(attentions[0])
         self._signature = inspect.signature(type(self.layers[0]).forward)
         self._takes_residual = "residual" in self._signature.parameters
         self._norm_takes_residual = False  # `forward` sets it
@@ -187,7 +187,7 @@ class VllmDecoder:
     @torch.inference_mode()
     def _has_rope(self) -> tuple[bool, ...]:
         """Whether each layer calls its rotary module; found by running the layers up to their attention."""
-        position, found = torch.zeros(1, dtype=torch.int64, device=self.device), []
+        position, has_rope = torch.zeros(1, dtype=torch.int64, device=self.device), []
         hidden = self.embed(position)
         for layer, rotary in enumerate(self._rotary):
             calls: list[bool] = []
@@ -196,8 +196,8 @@ class VllmDecoder:
                 with self.capture(layer, stop_layer), suppress(StopLayerError):
                     self.run_layer(layer, position, hidden)
                 hook.remove()
-            found.append(bool(calls))
-        return tuple(found)
+            has_rope.append(bool(calls))
+        return tuple(has_rope)
 
 
 class TransformersDecoder(VllmDecoder):
@@ -298,8 +298,8 @@ class TransformersDecoder(VllmDecoder):
         keys, rotated = (each[0].view(len(rows), -1, self.attention[layer].head_size) for each in (before, after))
 
         def error(layout: RotaryLayout) -> float:
-            found = rotate(keys.transpose(0, 1), *layout.arrange(*tables), layout.adjacent)
-            return float((found.transpose(0, 1).float() - rotated.float()).norm())
+            ours = rotate(keys.transpose(0, 1), *layout.arrange(*tables), layout.adjacent)
+            return float((ours.transpose(0, 1).float() - rotated.float()).norm())
 
         return min(ROTARY_LAYOUTS, key=error)
 

@@ -244,8 +244,8 @@ class VllmLayers:
         result is cached, because most layers run the same rows as the layer before.
         """
         key = [*rows, *(each.blocks for each in fused)]
-        known, were_together, calls = self._latest_calls
-        if len(known) != len(key) or were_together != together or any(map(operator.is_not, known, key)):
+        latest_rows, were_together, calls = self._latest_calls
+        if len(latest_rows) != len(key) or were_together != together or any(map(operator.is_not, latest_rows, key)):
             if together:
                 calls = self.split_shared_calls(rows)
             else:

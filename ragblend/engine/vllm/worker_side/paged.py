@@ -257,8 +257,8 @@ class PagedLayerLoader(LayerLoader):
         bad = next((key for key, count in zip(keys, failed, strict=False) if count), None)
         if bad is None:
             raise error or RagblendError("another rank could not read what is stored; its log says why")
-        own = error if isinstance(error, DamagedEntryError) and error.key == bad else None
-        raise own or DamagedEntryError(bad, "as read by another rank")
+        own_error = error if isinstance(error, DamagedEntryError) and error.key == bad else None
+        raise own_error or DamagedEntryError(bad, "as read by another rank")
 
     def read_stored(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the stored pre-RoPE keys and values [H, R, D] at positions `rows` [R], ascending.

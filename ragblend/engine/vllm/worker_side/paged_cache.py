@@ -60,8 +60,8 @@ class PagedCache:
         if is_latent(self._attention[layer]):
             latents, keys = cache.flatten(0, 1)[:, None].tensor_split([self._attention[layer].kv_lora_rank], dim=-1)
             return LayerKV(keys, latents)
-        found = cache.movedim(self._block_dim, 0).flatten(1)[:, self._block_layout]
-        kv = LayerKV(found[:, 0].flatten(0, 1), found[:, 1].flatten(0, 1))
+        cache_rows = cache.movedim(self._block_dim, 0).flatten(1)[:, self._block_layout]
+        kv = LayerKV(cache_rows[:, 0].flatten(0, 1), cache_rows[:, 1].flatten(0, 1))
         if self._fp8 is None:
             return kv
         scaled = (part.view(self._fp8).float() * scale for part, scale in zip(kv, self._scales(layer), strict=True))
@@ -114,16 +114,16 @@ class PagedCache:
         scales = (1, 1) if self._fp8 is None else self._scales(0)
         numbers = torch.arange(1, math.prod(shape) + 1, device=self._device).view(shape)
         block = self._attention[0].kv_cache.select(self._block_dim, 0)
-        found, unit = torch.zeros(block.numel(), dtype=torch.int64, device=self._device), 1
+        offsets, unit = torch.zeros(block.numel(), dtype=torch.int64, device=self._device), 1
         block.zero_()
         while unit <= math.prod(shape):
             digits = (numbers // unit % base).to(self._dtype)
             keys, values = ((each * scale).to(self._dtype) for each, scale in zip(digits, scales, strict=True))
             self.write(0, torch.arange(shape[1], device=self._device), keys, values)
             written = block.flatten() if self._fp8 is None else block.flatten().view(self._fp8).float().round()
-            found += written.to(torch.int64) * unit
+            offsets += written.to(torch.int64) * unit
             unit *= base
         block.zero_()
-        indices = torch.full((len(found) + 1,), -1, device=self._device)
-        indices[found] = torch.arange(len(found), device=self._device)
+        indices = torch.full((len(offsets) + 1,), -1, device=self._device)
+        indices[offsets] = torch.arange(len(offsets), device=self._device)
         return indices[numbers]

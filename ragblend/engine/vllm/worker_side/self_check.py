@@ -164,7 +164,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
     gates["rule 'ask' over exact KV"] = blended(plan([whole], "ask", 0.3))
     gates["a query probe over placed KV"] = probed(whole)
     gates["a query probe over KV in the blocks"] = probed(whole, context // 2)
-    return {gate: relative_error(found, expected) for gate, found in gates.items()}
+    return {gate: relative_error(output, expected) for gate, output in gates.items()}
 
 
 @contextmanager

@@ -247,11 +247,11 @@ class BlendWorker:
 
     def _blend(self, job: BlendJob) -> Steps[_JobOutput]:
         """Fuse the stored chunks into the request's blocks, one turn of the prompt after the other."""
-        own = (job.params.namespace, job.prefix_ids)
-        was_known = own in self._prefixes
+        prefix_key = (job.params.namespace, job.prefix_ids)
+        was_known = prefix_key in self._prefixes
         prefix = () if job.num_resident else (yield from self._prefix(job))
         num_resident = job.num_resident or sum(placement.end for placement in prefix)
-        num_known = 0 if own in self._prefixes and not was_known and not job.num_resident else num_resident
+        num_known = 0 if prefix_key in self._prefixes and not was_known and not job.num_resident else num_resident
         mode = job.params.reported_mode
         report = BlendReport(mode, "none", job.recompute_ratio)
         fused: list[tuple[FusePlan, FuseResult]] = []
@@ -388,29 +388,29 @@ class BlendWorker:
         prefix_ids, namespace = job.prefix_ids, job.params.namespace
         if not prefix_ids:
             return ()
-        known = self._prefixes.get(prefix_ids, namespace)
-        if known is None and job.params.mode != "ingest":
+        kv = self._prefixes.get(prefix_ids, namespace)
+        if kv is None and job.params.mode != "ingest":
             nearest, count = self._prefixes.find_longest(prefix_ids, namespace)
             if nearest is not None and count and len(prefix_ids) - count <= COMPUTED_IN_PROMPT:
                 return (Placement(slice_kv_rows(nearest, 0, count), 0, exact=True),)
-        if known is None:
+        if kv is None:
             paged = PagedKV(self.layers, job.block_ids, len(prefix_ids))
-            known = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
-            self._prefixes.put(prefix_ids, known, namespace)
-        return (Placement(known, 0, exact=True),)
+            kv = yield from prefill_chunk_steps(self.layers, paged, self._header(job, (), prefix_ids, ""))
+            self._prefixes.put(prefix_ids, kv, namespace)
+        return (Placement(kv, 0, exact=True),)
 
     def _lookup(self, runs: Sequence[ChunkRun], damaged: set[str]) -> tuple[Placement, ...]:
         """Return those of the stored runs that could be read on all ranks, with the KV of this rank's heads."""
-        found: list[ChunkKV | None] = []
+        entries: list[ChunkKV | None] = []
         for run in runs:
             assert run.variant is not None
             key = run.variant.key
-            found.append(self._store.get_local(key, run.chunk_ids, {}) if key not in damaged else None)
+            entries.append(self._store.get_local(key, run.chunk_ids, {}) if key not in damaged else None)
         # Each rank reads separately. A chunk that one rank cannot read is a miss on all, so that all compute the same.
-        counts = self.layers.count_ranks([kv is not None for kv in found])
+        counts = self.layers.count_ranks([kv is not None for kv in entries])
         return tuple(
             Placement.of_run(run, self.layers.select_own_heads(kv))
-            for run, kv, count in zip(runs, found, counts, strict=True)
+            for run, kv, count in zip(runs, entries, counts, strict=True)
             if kv is not None and count == self.layers.num_ranks
         )
 
