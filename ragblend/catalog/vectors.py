@@ -13,7 +13,7 @@ import faiss
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.catalog.documents import IndexedDocuments
+from ragblend.catalog.indexed_documents import IndexRows
 from ragblend.corpus.embedders import FloatArray
 from ragblend.errors import UsageError
 
@@ -52,7 +52,7 @@ class FaissVectors:
     def __len__(self) -> int:
         return int(self.faiss.ntotal)
 
-    def sync(self, catalogue: IndexedDocuments) -> None:
+    def sync(self, catalogue: IndexRows) -> None:
         """Make the vectors equal to the catalogue's: add new ones, replace changed ones, remove deleted ones."""
         changed, held = catalogue.row_ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
         stale, missing = np.isin(held, changed), changed
