@@ -290,9 +290,9 @@ class ChunkIndex(Ledger):
         keys = [text_key(text.strip()) for text in texts]
         stored = {key: np.frombuffer(vector, "<f4") for key, vector in self.stored_vectors(texts).items()}
         missing = dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key not in stored)
-        known = {text: known_vectors[text] for text in missing if text in known_vectors} if known_vectors else {}
-        left = [text for text in missing if text not in known]
-        fresh = dict(zip(known, self._unit_rows([*known.values()], len(known)), strict=True))
+        passed = {text: known_vectors[text] for text in missing if text in known_vectors} if known_vectors else {}
+        left = [text for text in missing if text not in passed]
+        fresh = dict(zip(passed, self._unit_rows([*passed.values()], len(passed)), strict=True))
         with self._embedder_lock:
             fresh |= zip(left, self._unit_rows(self.embedder.embed(left) if left else (), len(left)), strict=True)
         rows = [fresh[text] if text in fresh else stored[key] for text, key in zip(texts, keys, strict=True)]
@@ -394,10 +394,10 @@ class ChunkIndex(Ledger):
             rows = self._rows_by_score(vector, k)
             if is_allowed is not None:
                 rows = ((row, score) for row, score in rows if is_allowed(as_chunk(row)))
-            found = list(itertools.islice(rows, k))
-            placed = self._with_neighbours(found, neighbours, is_allowed)
+            hits = list(itertools.islice(rows, k))
+            placed = self._with_neighbours(hits, neighbours, is_allowed)
         if order == "document":
-            turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row, _ in found))}
+            turn = {document: place for place, document in enumerate(dict.fromkeys(row.document for row, _ in hits))}
             placed.sort(key=lambda pair: (turn[pair[0].document], pair[0].ordinal))
         return [hit for _, hit in placed]
 
@@ -417,17 +417,17 @@ class ChunkIndex(Ledger):
             done, wanted = len(ids), 4 * wanted
 
     def _with_neighbours(
-        self, found: list[tuple[Row[Any], float]], distance: int, is_allowed: Callable[[Chunk], bool] | None
+        self, hits: list[tuple[Row[Any], float]], distance: int, is_allowed: Callable[[Chunk], bool] | None
     ) -> list[tuple[Row[Any], SearchHit]]:
-        rank_of = {row.id: rank for rank, (row, _) in enumerate(found)}
+        rank_of = {row.id: rank for rank, (row, _) in enumerate(hits)}
         placed: dict[int, tuple[Row[Any], SearchHit]] = {}
-        for hit, _ in found:
+        for hit, _ in hits:
             for row in self.rows_around(hit, distance) if distance else [hit]:
                 is_neighbour = row.id not in rank_of
                 if is_neighbour and is_allowed is not None and not is_allowed(as_chunk(row)):
                     continue
                 rank = rank_of[hit.id if is_neighbour else row.id]  # a hit next to another hit keeps its own score
-                placed.setdefault(row.id, (row, SearchHit(as_chunk(row), found[rank][1], rank, is_neighbour)))
+                placed.setdefault(row.id, (row, SearchHit(as_chunk(row), hits[rank][1], rank, is_neighbour)))
         return list(placed.values())
 
     def query_vector(self, query: str | ArrayLike) -> FloatArray:

@@ -215,8 +215,8 @@ def _add_chunks(connection: Connection, document: DocumentKey, starts: Mapping[b
 
 def _find_missing_texts(connection: Connection, keys: Collection[bytes]) -> list[bytes]:
     """Return those of the keys of texts that no text has."""
-    known = find_existing(connection, _KNOWN_KEYS, keys)
-    return [key for key in keys if key not in known]
+    present = find_existing(connection, _KNOWN_KEYS, keys)
+    return [key for key in keys if key not in present]
 
 
 def _find_missing_chunks(

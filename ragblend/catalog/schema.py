@@ -180,7 +180,8 @@ Index("documents_by_source", DOCUMENTS.c.source)
 IS_INDEXED = and_(DOCUMENTS.c.namespace == "", DOCUMENTS.c.collection == INDEX_MARK)
 """Condition for the documents of an index."""
 IS_OF_INDEX = DOCUMENTS.c.collection.startswith(INDEX_MARK) & (IS_INDEXED | (DOCUMENTS.c.id == ""))
-"""Condition for the documents of an index of this or of another catalogue, whose texts every namespace keeps."""
+"""Condition for the documents of an index of this or of another catalogue, whose texts every namespace keeps: an index
+has no namespace until an engine ingests into it, and its documents may be there before."""
 IS_SENT = DOCUMENTS.c.ingestion != ""
 """Condition for the documents that clients sent to a server."""
 _partial_index("documents_waiting", DOCUMENTS.c.namespace, DOCUMENTS.c.number, where=DOCUMENTS.c.body.is_not(None))
@@ -283,7 +284,7 @@ def find_existing(connection: Connection, query: Select[Any], values: Iterable[A
 
     `query`: selects the column, with the condition `is_in_values(column)`. `parameters`: the query's other parameters.
     """
-    found: set[Any] = set()
+    existing: set[Any] = set()
     for some in split_into_batches(values):
-        found.update(connection.execute(query, {"values": some, **parameters}).scalars())
-    return found
+        existing.update(connection.execute(query, {"values": some, **parameters}).scalars())
+    return existing

@@ -76,8 +76,8 @@ def open_store_ledgers(store: Any) -> Iterator[tuple[Ledger, Ledger]]:
         ledger = folder = stack.enter_context(open_ledger(store, create=False))
         path = None if store.folder is None else store.folder / CATALOG_FILE
         if path is not None and catalog_location(store) != path and path.exists():
-            own = stack.enter_context(Ledger(path))
-            folder = own if own.has_index() else ledger
+            of_folder = stack.enter_context(Ledger(path))
+            folder = of_folder if of_folder.has_index() else ledger
         yield ledger, folder
 
 

@@ -229,17 +229,17 @@ def _remove_from_server(document: str | None, text: str | None, settings: Settin
 
     with open_document_engine(settings) as engine:
         client: Any = engine
-        known = [
+        stored = [
             StoredDocument(
                 DocumentKey(*(each[name] for name in DocumentKey._fields)), each["source"], each["num_chunks"]
             )
             for each in client.list_documents()
         ]
-        found, num_kv = find_stored_documents(document or text_id(text or ""), known, settings.namespace), 0
-        for collection, group in groupby(found, lambda each: each.key.collection):
+        named, num_kv = find_stored_documents(document or text_id(text or ""), stored, settings.namespace), 0
+        for collection, group in groupby(named, lambda each: each.key.collection):
             num_kv += client.remove_documents(collection, [each.key.id for each in group])
-    names = [f"{each.key.collection}/{each.key.id}" for each in found]
-    return names, Removal(sum(each.num_chunks for each in found), num_kv)
+    names = [f"{each.key.collection}/{each.key.id}" for each in named]
+    return names, Removal(sum(each.num_chunks for each in named), num_kv)
 
 
 def _read_text(path: str) -> str:

@@ -70,16 +70,16 @@ def find_indexed_documents(
     include_unfinished: also return removed documents whose KV is not completely deleted from `store`. Raises
     NotFoundError if no document matches.
     """
-    known = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
-    found = match_sources(name, known)
+    file_of_source = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
+    sources = match_sources(name, file_of_source)
     if include_unfinished:
         pending = sorted(find_unfinished_removals(index, store))
-        found += match_sources(name, [(source, source_path(source)) for source in pending])
-    if not found:
+        sources += match_sources(name, [(source, source_path(source)) for source in pending])
+    if not sources:
         if include_unfinished and not index.is_saved:  # a removal was killed before `save`
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend documents")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(sources))
 
 
 def find_stored_documents(name: str, documents: Sequence[StoredDocument], namespace: str) -> list[StoredDocument]:
@@ -91,13 +91,13 @@ def find_stored_documents(name: str, documents: Sequence[StoredDocument], namesp
     """
     if not name.strip():
         raise UsageError("the name is empty; pass an id, a collection or a source, as `ragblend documents` lists them")
-    if found := _match_documents(name, [each for each in documents if each.key.namespace == namespace]):
-        return found
-    found = _match_documents(name, [each for each in documents if each.key.namespace != namespace])
-    if len(namespaces := {each.key.namespace for each in found}) > 1:
+    if matching := _match_documents(name, [each for each in documents if each.key.namespace == namespace]):
+        return matching
+    matching = _match_documents(name, [each for each in documents if each.key.namespace != namespace])
+    if len(namespaces := {each.key.namespace for each in matching}) > 1:
         listed = ", ".join(map(repr, sorted(namespaces)))
         raise UsageError(f"{name!r} is in the namespaces {listed}; choose one: set RAGBLEND_NAMESPACE")
-    return found
+    return matching
 
 
 def _match_documents(name: str, documents: Sequence[StoredDocument]) -> list[StoredDocument]:
@@ -108,15 +108,15 @@ def _match_documents(name: str, documents: Sequence[StoredDocument]) -> list[Sto
         collections = ", ".join(repr(each.key.collection) for each in by_id)
         names = f"{name!r} is a document in the collections {collections}"
         raise UsageError(f"{names}; name one: COLLECTION/{name}")
-    for found in (by_id, [each for each in documents if each.key.collection == name]):
-        if found:
-            return found
-    if found := [each for each in documents if each.source == name]:
-        return found
+    for matching in (by_id, [each for each in documents if each.key.collection == name]):
+        if matching:
+            return matching
+    if matching := [each for each in documents if each.source == name]:
+        return matching
     files = [_absolute_source(each.source or each.index_source) for each in documents]
-    known = [(each.index_source or file, file) for each, file in zip(documents, files, strict=True)]
-    matched = {*match_sources(name, known)}
-    return [each for each, (source, _) in zip(documents, known, strict=True) if source in matched]
+    named_files = [(each.index_source or file, file) for each, file in zip(documents, files, strict=True)]
+    matched = {*match_sources(name, named_files)}
+    return [each for each, (source, _) in zip(documents, named_files, strict=True) if source in matched]
 
 
 def _absolute_source(source: str) -> str:
@@ -160,13 +160,13 @@ def remove_stored_documents(
     index. engine: None if no KV is stored. index: None if no document is in it. Raises BackendUnreachableError if a
     remote tier did not answer; see `remove_indexed_documents`.
     """
-    given = list(documents)
+    documents = list(documents)
     removal = Removal(0, 0)
-    sources = [each.index_source for each in given if each.index_source]
+    sources = [each.index_source for each in documents if each.index_source]
     if sources:
         assert index is not None
         removal = remove_indexed_documents(sources, engine, index)
-    added = [each for each in given if not each.index_source or each.index_source != each.key.id]
+    added = [each for each in documents if not each.index_source or each.index_source != each.key.id]
     if not added or engine is None:
         return removal
     num_removed = _delete_added([each.key for each in added], engine)
@@ -187,9 +187,9 @@ def remove_indexed_documents(sources: Iterable[str], engine: DocumentEngine | No
     deletes their KV from the remote tier.
     """
     store = None if engine is None or isinstance(engine, RemoteEngine) else engine.store
-    known, begun = set(index.sources()), find_unfinished_removals(index, store)
-    given = [source for source in sources if source in known or source not in begun]
-    num_chunks = sum(index.remove_document(source) for source in given)
+    indexed, begun = set(index.sources()), find_unfinished_removals(index, store)
+    present = [source for source in sources if source in indexed or source not in begun]
+    num_chunks = sum(index.remove_document(source) for source in present)
     unfinished, num_removed = None, 0
     if engine is not None:
         try:

@@ -88,17 +88,17 @@ def identify_all(
 
     A file may be several documents of LlamaIndex, with a version each. All of them get one version.
     """
-    given = zip(documents, chunks, ids or [""] * len(documents), strict=True)
-    found = [identify(document, chunk, given_id) for document, chunk, given_id in given]
+    triples = zip(documents, chunks, ids or [""] * len(documents), strict=True)
+    identities = [identify(document, chunk, given_id) for document, chunk, given_id in triples]
     if versions:
-        found = [each._replace(version=version) for each, version in zip(found, versions, strict=True)]
+        identities = [each._replace(version=version) for each, version in zip(identities, versions, strict=True)]
     versions_of: dict[str, set[str]] = {}
-    for each in found:
+    for each in identities:
         versions_of.setdefault(each.id, set()).add(each.version)
     joined = {
         name: text_id(" ".join(sorted(each))) if len(each) > 1 else min(each) for name, each in versions_of.items()
     }
-    return [each._replace(version=joined[each.id]) for each in found]
+    return [each._replace(version=joined[each.id]) for each in identities]
 
 
 def find_replaced_documents(
@@ -136,8 +136,8 @@ def note_text_identities(
     documents: Sequence[Any], chunks: Sequence[Chunk], identities: Sequence[Identity]
 ) -> list[ReadFailure]:
     """Return the note of a report on those documents that only their text identifies; [] if there are none."""
-    given = zip(documents, chunks, identities, strict=True)
-    labels = {each.id: document_label(document, chunk) for document, chunk, each in given if each.is_text}
+    triples = zip(documents, chunks, identities, strict=True)
+    labels = {each.id: document_label(document, chunk) for document, chunk, each in triples if each.is_text}
     reason = (
         f"documents with neither an id nor a source: {len(labels)}. Each is stored by its text: if the text changes, "
         "the earlier one stays until you remove it (`ragblend documents` lists its id). Pass `ids`, or documents "
@@ -152,8 +152,8 @@ def document_label(document: Any, chunk: Chunk) -> str:
     A document without an id and a source is named by the beginning of its text.
     """
     metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
-    found = (metadata.get(key) for key in ("source", "file_path", "file_name"))
-    source = chunk.source or next(filter(None, found), owner)
+    sources = (metadata.get(key) for key in ("source", "file_path", "file_name"))
+    source = chunk.source or next(filter(None, sources), owner)
     name = getattr(document, "node_id", None) or getattr(document, "id", None)
     if chunk is document:  # its id is a hash
         name = None

@@ -66,8 +66,8 @@ class VerifyReport:
     @property
     def has_problems(self) -> bool:
         """True if an entry or a file is damaged or missing, or the index has a problem."""
-        found = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
-        return any(found)
+        problems = (self.damaged, self.missing, self.damaged_files, self.damaged_remote, self.index_problems)
+        return any(problems)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values. "damaged", "missing" and "damaged_remote" are numbers of entries.
@@ -241,11 +241,11 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
 
 def _record_stored(disk: DiskStore) -> None:
     """Record all entries of the store in the ledger."""
-    found: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     for header in disk.headers():
-        found.setdefault(header.fingerprint, []).append(header.key)
+        keys_of.setdefault(header.fingerprint, []).append(header.key)
     with open_ledger(disk) as ledger:
-        for fingerprint, keys in found.items():
+        for fingerprint, keys in keys_of.items():
             ledger.record_stored_entries(keys, fingerprint)
 
 

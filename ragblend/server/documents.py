@@ -320,10 +320,10 @@ class DocumentIngester:
         failed = {failure.path for failure in report.failures}
         for row, chunks in zip(rows, chunks_of, strict=True):
             stored, num_new = stored_keys(chunks, engine), new_kv[row.id]
-            found = [chunk for chunk in chunks if engine.key(chunk) in stored]
-            num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in found)
-            counts = (len(found), num_tokens, max(0, len(stored) - num_new), num_new, new_bytes[row.id])
-            has_all = len(found) == sum(has_visible_text(chunk.text) for chunk in chunks)
+            stored_chunks = [chunk for chunk in chunks if engine.key(chunk) in stored]
+            num_tokens = sum(engine.renderer.count_tokens(chunk.text) for chunk in stored_chunks)
+            counts = (len(stored_chunks), num_tokens, max(0, len(stored) - num_new), num_new, new_bytes[row.id])
+            has_all = len(stored_chunks) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
             if reason == BUDGET_TOO_SMALL and report.num_removed_kv:
