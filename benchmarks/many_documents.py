@@ -29,7 +29,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from benchmarks.results import OutOption, write_result
 from ragblend import ChatBlend, Prompt
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.catalog.schema import DocumentKey
 from ragblend.cli.printing import print_notice
 from ragblend.engine.store.disk import DiskStore
@@ -70,15 +70,15 @@ class ManyDocuments:
         """Fill the store up to `count` documents, as if they had been added."""
         disk, layers = DiskStore(self._folder, fsync=False), self._engine.layers
         names = iter(range(self.count, count))
-        with open_registry(self._engine.store) as registry:
+        with open_ledger(self._engine.store) as ledger:
             while numbers := [number for number, _ in zip(names, range(_FILL_AT_ONCE), strict=False)]:
                 texts = {DocumentKey(self.store.collection, str(number)): text_of(number) for number in numbers}
                 for name, text in texts.items():
-                    registry.add([text], name)
+                    ledger.add_texts({name: {text: 0}})
                 self._engine.add_known_chunks(texts.values())
                 for text in texts.values():
                     kv = self._empty_entry(text, layers.kv_shapes)
-                    registry.record_entry_chunk(kv.header.key, kv.header.token_ids, "")
+                    ledger.record_entry_chunk(kv.header.key, kv.header.token_ids, "")
                     disk.put(kv)
         self.count = count
 

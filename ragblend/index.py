@@ -1,8 +1,9 @@
 """`ChunkIndex`: adds, replaces, removes and searches chunks with their vectors on disk.
 
-The catalogue contains all data (see `catalog.documents`). The file `vectors.faiss` is derived from the catalogue. An
-index that is opened reads this file and adds the catalogue's later rows; a missing or damaged file is rebuilt. One
-machine has one writer at a time and any number of readers. Depends on vectors and chunks, not on prompts, KV or LLMs.
+The catalogue contains all data (see `catalog.indexed_documents`). The file `vectors.faiss` is derived from the
+catalogue. An index that is opened reads this file and adds the catalogue's later rows; a missing or damaged file is
+rebuilt. One machine has one writer at a time and any number of readers. Depends on vectors and chunks, not on prompts,
+KV or LLMs.
 Read `search` first, then `_sync_vectors`.
 """
 
@@ -24,9 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sqlalchemy import Row
 
-from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.index_rows import as_chunk
-from ragblend.catalog.registry import ChunkRegistry, catalog_location, open_registry
+from ragblend.catalog.indexed_documents import as_chunk
+from ragblend.catalog.ledger import Ledger, catalog_location, open_ledger
 from ragblend.catalog.schema import DocumentKey, text_key
 from ragblend.catalog.sqlite import explain_reingestion
 from ragblend.catalog.vectors import FaissVectors, normalize_rows
@@ -121,23 +121,24 @@ def open_index(
     missing = NotFoundError(f"{named} has no documents; add some: ragblend ingest DOCS --store {named}")
     if not create and not os.path.lexists(folder / CATALOG_FILE):
         raise missing
-    registry = ChunkRegistry(folder / CATALOG_FILE)
-    documents = IndexedDocuments(registry)
+    index = ChunkIndex(folder)
     try:
-        if documents.exists():
-            return ChunkIndex(folder, registry, embedder)
-        if not create:
-            raise missing
-        chosen = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder or default_embedder()
-        facts = {"embedder": chosen.name, "embedder_version": embedder_version(chosen)}
-        facts |= {"dim": chosen.dim, "chunk_size": chunk_size, "splitter": ""}
-        facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint, "id": uuid.uuid4().hex}
-        facts["probe"] = base64.b64encode(_embed_probe(chosen).astype("<f4").tobytes()).decode()
-        documents.create(facts)
-        return ChunkIndex(folder, registry, chosen, is_new=True)
+        is_new = not index.has_index()
+        if is_new:
+            if not create:
+                raise missing
+            embedder = load_embedder(_embedder_id(embedder)) if isinstance(embedder, str) else embedder
+            embedder = embedder or default_embedder()
+            facts = {"embedder": embedder.name, "embedder_version": embedder_version(embedder)}
+            facts |= {"dim": embedder.dim, "chunk_size": chunk_size, "splitter": ""}
+            facts |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer_fingerprint, "id": uuid.uuid4().hex}
+            facts["probe"] = base64.b64encode(_embed_probe(embedder).astype("<f4").tobytes()).decode()
+            index.create_index(facts)
+        index._load(embedder, is_new=is_new)
     except BaseException:
-        registry.close()
+        index.close()
         raise
+    return index
 
 
 def _embedder_id(embedder: str) -> str:
@@ -151,31 +152,32 @@ def _embed_probe(embedder: Embedder) -> FloatArray:
     return normalize_rows(embedder.embed([PROBE_TEXT])[0])
 
 
-class ChunkIndex(IndexedDocuments):
+class ChunkIndex(Ledger):
     """An open index; create it with `open_index`. A context manager that saves changes and closes the index.
 
-    `IndexedDocuments` has the methods that read documents. `add_document` commits before it returns, so a killed
-    ingestion loses no added document, and every reader finds it at the next search. Threads may share an index. Every
-    method raises CorruptError for damaged rows.
+    It is the `Ledger` of its folder, which has the methods that read documents, with a search over their vectors.
+    `add_document` commits before it returns, so a killed ingestion loses no added document, and every reader finds it
+    at the next search. Threads may share an index. Every method raises CorruptError for damaged rows.
     """
 
-    def __init__(
-        self, path: Path, registry: ChunkRegistry, embedder: Embedder | str | None = None, *, is_new: bool = False
-    ) -> None:
-        super().__init__(registry)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path / CATALOG_FILE)
         self.path = path
         self._embedder_lock = threading.RLock()  # an embedder may not be thread-safe
-        self._embedder = None if isinstance(embedder, str) else embedder
         self._changed = False
         self._is_outdated = False  # the search file lacks changes of a process that was killed before `save`
+
+    def _load(self, embedder: Embedder | str | None, *, is_new: bool) -> None:
+        """Read the facts and the vectors of the index. `embedder`: see `open_index`."""
+        self._embedder = None if isinstance(embedder, str) else embedder
         self._check_structure()
         try:
             self._made_by = self.manifest
-            facts = self.read_metadata()
+            facts = self.index_facts()
             self._id = bytes.fromhex(facts["id"])
             probe = np.frombuffer(base64.b64decode(facts["probe"]), "<f4")
         except (KeyError, ValueError) as error:
-            raise self.registry.damage_error(f"the facts of the index are damaged ({error!r})") from error
+            raise self.damage_error(f"the facts of the index are damaged ({error!r})") from error
         if embedder is not None:
             self._check_embedder(embedder)
         self._probe = None if is_new else probe  # [dim]; None: the embedder's vector was compared with it
@@ -189,7 +191,7 @@ class ChunkIndex(IndexedDocuments):
     def manifest(self) -> Manifest:
         """Current facts of the index."""
         with self.read_transaction():
-            facts = self.read_metadata()
+            facts = self.index_facts()
             return Manifest(
                 embedder=facts["embedder"],
                 embedder_version=int(facts["embedder_version"]),
@@ -219,24 +221,24 @@ class ChunkIndex(IndexedDocuments):
             return self._embedder
 
     @contextmanager
-    def registry_for(self, store: Any) -> Iterator[ChunkRegistry]:
-        """Yield the registry of `store`, a KVStore: the record of its ingested texts and their KV entries.
+    def ledger_for(self, store: Any) -> Iterator[Ledger]:
+        """Yield the ledger of `store`, a KVStore: this object if index and store share a catalogue.
 
-        If index and store share one catalogue, this is `self.registry`. Transactions of the index then cover both.
+        Transactions of the index then cover both.
         """
-        if catalog_location(store) == self.registry.key:
-            yield self.registry
+        if catalog_location(store) == self.key:
+            yield self
         else:
-            with open_registry(store) as registry:
-                yield registry
+            with open_ledger(store) as ledger:
+                yield ledger
 
-    def texts_to_register(self, texts: Iterable[str], registry: ChunkRegistry) -> dict[DocumentKey, dict[str, int]]:
-        """Return what the registry of a store has to record before it stores KV of these texts of the index.
+    def texts_to_register(self, texts: Iterable[str], ledger: Ledger) -> dict[DocumentKey, dict[str, int]]:
+        """Return what the ledger of a store has to record before it stores KV of these texts of the index.
 
         This is nothing if index and store share a catalogue, which has the documents of the index. For others, see
-        `ChunkRegistry.add_documents`.
+        `Ledger.add_texts`.
         """
-        if registry.key == self.registry.key:
+        if ledger.key == self.key:
             return {}
         return {DocumentKey(self.collection): dict.fromkeys(texts, 0)}
 
@@ -269,7 +271,7 @@ class ChunkIndex(IndexedDocuments):
             vectors = self.embed([chunk.text for chunk in chunks])
         rows = self._unit_rows(vectors, len(chunks))
         items = {chunk.id: (chunk, row) for chunk, row in zip(chunks, rows, strict=True)}
-        self._replace(source, content_hash, items, file)
+        self._write_document(source, content_hash, items, file)
         self._changed = True
 
     def find_unknown_texts(self, texts: Iterable[str]) -> list[str]:
@@ -289,9 +291,9 @@ class ChunkIndex(IndexedDocuments):
         keys = [text_key(text.strip()) for text in texts]
         stored = {key: np.frombuffer(vector, "<f4") for key, vector in self.stored_vectors(texts).items()}
         missing = dict.fromkeys(text for text, key in zip(texts, keys, strict=True) if key not in stored)
-        reused = {text: known_vectors[text] for text in missing if text in known_vectors} if known_vectors else {}
-        left = [text for text in missing if text not in reused]
-        fresh = dict(zip(reused, self._unit_rows([*reused.values()], len(reused)), strict=True))
+        passed = {text: known_vectors[text] for text in missing if text in known_vectors} if known_vectors else {}
+        left = [text for text in missing if text not in passed]
+        fresh = dict(zip(passed, self._unit_rows([*passed.values()], len(passed)), strict=True))
         with self._embedder_lock:
             fresh |= zip(left, self._unit_rows(self.embedder.embed(left) if left else (), len(left)), strict=True)
         rows = [fresh[text] if text in fresh else stored[key] for text, key in zip(texts, keys, strict=True)]
@@ -316,7 +318,7 @@ class ChunkIndex(IndexedDocuments):
         Without this call, for example after a kill, the next open reads the missing vectors from the catalogue. The
         catalogue is written to the disk first, so that `vectors.faiss` never has more rows than the catalogue.
         """
-        self.registry.truncate_log()
+        self.truncate_log()
         with self._search_snapshot():
             data = self._vectors.to_bytes(self._id)
         folder = Directory(self.path, fsync=True, full_hint="Free disk space and run the command again")
@@ -333,7 +335,7 @@ class ChunkIndex(IndexedDocuments):
 
     def find_problems(self) -> list[str]:
         """Return one sentence for each damage to the catalogue or `vectors.faiss`. Reads all chunks and texts."""
-        problems = self.registry.find_problems()
+        problems = super().find_problems()
         try:
             self.check_chunks()
         except CorruptError as error:
@@ -465,8 +467,8 @@ class ChunkIndex(IndexedDocuments):
         """
         file = self.path / CATALOG_FILE
         if file.exists() and file.stat().st_size <= _CHECK_AT_OPEN_BYTES:
-            for problem in self.registry.find_structure_problems():
-                raise self.registry.damage_error(f"it is damaged ({problem})")
+            for problem in self.find_structure_problems():
+                raise self.damage_error(f"it is damaged ({problem})")
 
     def _open_vectors(self) -> None:
         self._vectors, damage = self._read_vectors()
@@ -507,7 +509,7 @@ class ChunkIndex(IndexedDocuments):
         """Raise CorruptError if the catalogue's generation, which only grows, is below `generation`."""
         lost = generation - self.generation()
         if lost > 0:
-            raise self.registry.damage_error(
+            raise self.damage_error(
                 f"it lacks the last {lost} changes that {VECTORS_FILE} contains, because its log was damaged or an "
                 "older copy was restored"
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id
 from ragblend.chunker import Splitter
 from ragblend.corpus.documents import MAX_FILE_MIB, has_visible_text
@@ -37,7 +37,7 @@ from ragblend.ingestion.contexts import (
     explain_unfit_text,
     fits_context_length,
 )
-from ragblend.ingestion.deletion import delete_or_warn, delete_orphaned_kv, delete_stale_kv, delete_texts_except
+from ragblend.ingestion.deletion import delete_or_warn, delete_orphaned_kv, delete_stale_kv, keep_only_texts
 from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
@@ -163,7 +163,7 @@ def precompute_chunks(
     rewrite: bool = False,
     index: ChunkIndex | None = None,
     texts_of: Mapping[DocumentKey, Mapping[str, int]] | None = None,
-    registry: ChunkRegistry | None = None,
+    ledger: Ledger | None = None,
     prefill: Prefill = prefill_here,
 ) -> IngestReport:
     """Prefill every chunk that is not stored. `report.failures` lists chunks that the engine cannot prefill, and
@@ -174,9 +174,9 @@ def precompute_chunks(
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
     - index: the index of the chunks; None for chunks that frameworks added.
-    - texts_of: the documents that get the chunks' texts (see `ChunkRegistry.add_documents`). None: `index` has them, or
+    - texts_of: the documents that get the chunks' texts (see `Ledger.add_documents`). None: `index` has them, or
       each is a document that only its text identifies.
-    - registry: the open registry of the engine's store; None: it is opened.
+    - ledger: the open ledger of the engine's store; None: it is opened.
     - prefill: computes and stores the KV; by default in this process.
     """
     report = report or IngestReport(bytes_per_token=engine.bytes_per_token, num_chunks=len(chunks))
@@ -194,16 +194,16 @@ def precompute_chunks(
     distinct = {(chunk.text, chunk.context): chunk for chunk in chunks}
     # Texts are registered before their KV is stored. A registered text without KV is prefilled in its prompts, but KV
     # of an unregistered text would never be found, and deletions of orphaned KV would remove it.
-    with nullcontext(registry) if registry is not None else open_registry(engine.store) as registry:
+    with nullcontext(ledger) if ledger is not None else open_ledger(engine.store) as ledger:
         if texts_of is None:
             texts = dict.fromkeys(text for text, _ in distinct)
             if index is not None:
-                texts_of = index.texts_to_register(texts, registry)
+                texts_of = index.texts_to_register(texts, ledger)
             else:
                 texts_of = {_name_of_text(text, engine): {text: 0} for text in texts}
-        registry.add_documents(texts_of)
+        ledger.add_texts(texts_of)
         keys = {chunk: engine.key(chunk) for chunk in distinct.values()}
-        registry.cancel_deletions(keys.values())
+        ledger.cancel_deletions(keys.values())
         engine.store.apply_deletions()
         engine.add_known_chunks(distinct.values())  # before stored KV is looked up, so that `gc --orphans` keeps it
         stored = engine.store.contains_many(list(keys.values()))
@@ -245,12 +245,12 @@ def precompute_chunks(
                 report.num_new_kv += done <= len(missing)
                 on_progress("prefill", done, len(missing) + len(renewed))
         finally:
-            delete_stale_kv([*missing, *renewed], engine, registry)
+            delete_stale_kv([*missing, *renewed], engine, ledger)
         if disk is not None:
             report.num_evicted_kv += disk.counters.num_evicted - num_evicted
             # Entries that were stored and evicted are recorded, too, so that `stats` counts them.
             recorded = [key for key in keys.values() if report.num_evicted_kv or disk.has_file(key)]
-            registry.record_stored_entries(recorded, engine.fingerprint)
+            ledger.record_stored_entries(recorded, engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
     report.store_bytes = stored_kv_bytes(engine)
     send_to_remote(stored_chunks, missing, engine, report, on_progress)
@@ -389,25 +389,25 @@ def precompute_documents(
     for failure in (*failures, *skipped):
         logger.warning("not prefilled: %s: %s", *failure)
     chunks = fit
-    registry = open_registry(engine.store)
+    ledger = open_ledger(engine.store)
     wanted = [*chunks, *chunk_variants((chunk for chunk in chunks if chunk.context is None), engine.context)]
     prefill = prefill or (workers.prefill if workers is not None else prefill_here)
-    texts_before = {name: registry.texts_of(name) for name in texts_of}
-    with show_progress(progress) as reporter:
-        report = precompute_chunks(wanted, engine, reporter, texts_of=texts_of, registry=registry, prefill=prefill)
-        _measure_default_ratio(chunks, engine, reporter, prefill)
+    texts_before = {name: ledger.texts_of(name) for name in texts_of}
+    with show_progress(progress) as shown:
+        report = precompute_chunks(wanted, engine, shown, texts_of=texts_of, ledger=ledger, prefill=prefill)
+        _measure_default_ratio(chunks, engine, shown, prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped
     report.notes, report.num_documents = [*notes, *report.notes], len(texts_of)
     report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)
-    replaced = find_replaced_documents(identities, texts_of, registry)
-    report.num_removed_kv = delete_or_warn(partial(delete_texts_except, replaced, engine, registry))
-    changed = [texts != registry.texts_of(name) for name, texts in texts_before.items() if texts]
+    replaced = find_replaced_documents(identities, texts_of, ledger)
+    report.num_removed_kv = delete_or_warn(partial(keep_only_texts, replaced, engine, ledger))
+    changed = [texts != ledger.texts_of(name) for name, texts in texts_before.items() if texts]
     report.num_updated, report.num_unchanged = sum(changed), len(changed) - sum(changed)
     facts_of = dict.fromkeys(replaced, DocumentFacts()) | facts_of
     # Set last, so that after a killed call the same call replaces the document again.
-    registry.set_facts({name: facts for name, facts in facts_of.items() if facts != registry.facts_of(name)})
+    ledger.set_facts({name: facts for name, facts in facts_of.items() if facts != ledger.facts_of(name)})
     if report.num_removed_kv:
         report.store_bytes = stored_kv_bytes(engine)
     report.elapsed_s = perf_counter() - start_s

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from ragblend.catalog.index_rows import LANGCHAIN_SOURCE
+from ragblend.catalog.indexed_documents import LANGCHAIN_SOURCE
 from ragblend.catalog.vectors import normalize_rows
 from ragblend.corpus.documents import has_visible_text
 from ragblend.corpus.embedders import (

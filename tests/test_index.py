@@ -226,22 +226,22 @@ def test_an_index_of_another_schema_is_refused(folder):
 
 def test_the_index_and_registry_of_a_folder_share_transactions(folder, tmp_path):
     with reopen(folder) as index:
-        with index.registry_for(DiskStore(folder)) as registry:
+        with index.ledger_for(DiskStore(folder)) as ledger:
 
             def change(source: str) -> None:
                 with index.write_transaction():
-                    registry.add(["a text of a framework"], DocumentKey("notes", "1"))
+                    ledger.add_texts({DocumentKey("notes", "1"): {"a text of a framework": 0}})
                     index.remove_document(source)
 
             with pytest.raises(NotFoundError):
                 change("no such document")
-            assert ("a text of a framework" in registry, index.sources()) == (False, list(FACTS))
+            assert ("a text of a framework" in ledger.texts(), index.sources()) == (False, list(FACTS))
             change("tea.txt")
-            assert ("a text of a framework" in registry, index.num_documents) == (True, 2)
+            assert ("a text of a framework" in ledger.texts(), index.num_documents) == (True, 2)
         for store in (DiskStore(tmp_path / "elsewhere"), MemoryStore(1 << 20)):
-            with index.registry_for(store) as registry, index.write_transaction():
-                assert registry.add(["a text"], DocumentKey("notes", "1")) == 1
-                assert "a text" not in index.registry
+            with index.ledger_for(store) as ledger, index.write_transaction():
+                assert ledger.add_texts({DocumentKey("notes", "1"): {"a text": 0}}) == 1
+                assert "a text" not in index.texts()
 
 
 # --- damage ---

@@ -343,12 +343,12 @@ def test_a_forked_process_gets_an_error_instead_of_hanging(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_forked_process_gets_errors_in_every_call_and_never_hangs(tmp_path):
-    """Threads hold the engine's lock, and the registry's, in the moment of the fork; a stream is half way."""
+def test_a_process_forked_during_requests_gets_an_error_in_every_call_and_hangs_in_none(tmp_path):
+    """Threads hold the engine's lock, and the ledger's, in the moment of the fork; a stream is half way."""
     code = """if True:
         import os, signal, sys, threading, time
         from ragblend import Prompt
-        from ragblend.catalog.registry import open_registry
+        from ragblend.catalog.ledger import open_ledger
         from ragblend.catalog.schema import DocumentKey
         from ragblend.llm import BlendLLM
         from ragblend.precompute import precompute_documents
@@ -372,7 +372,7 @@ def test_a_forked_process_gets_errors_in_every_call_and_never_hangs(tmp_path):
             "generate": lambda: llm.engine.generate(prompt),
             "stream": lambda: next(stream),
             "precompute": lambda: precompute_documents(["A new text."], llm),
-            "registry": lambda: open_registry(llm.engine.store).add(["A text of the child's."], DocumentKey("a", "1")),
+            "ledger": lambda: open_ledger(llm.engine.store).add(["A text of the child's."], DocumentKey("a", "1")),
         }
         for name, call in list(calls.items()) * 3:
             child = os.fork()
@@ -393,7 +393,7 @@ def test_a_forked_process_gets_errors_in_every_call_and_never_hangs(tmp_path):
     lines = shown.splitlines()
     assert len(lines) == 15
     for line in lines:
-        wanted = "registry: done" if line.startswith("registry") else "was loaded before this process was forked"
+        wanted = "ledger: done" if line.startswith("ledger") else "was loaded before this process was forked"
         assert wanted in line
 
 

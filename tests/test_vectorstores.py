@@ -21,10 +21,10 @@ from langchain_core.stores import InMemoryByteStore
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from ragblend import Chunk, Prompt, load_engine, open_index
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.errors import StoreMismatchError, UsageError
-from ragblend.ingestion.documents import remove_documents
+from ragblend.ingestion.documents import remove_indexed_documents
 from ragblend.llm import ChatBlend
 from ragblend.precompute import ingest, precompute_documents
 from ragblend.vectorstores import BlendEmbeddings, BlendVectorStore
@@ -176,17 +176,17 @@ def test_a_removed_document_leaves_no_chunk_records_even_of_evicted_kv(tmp_path)
     ):
         ingest(tmp_path / "a.txt", engine, opened)
         chunk_ids = [engine.renderer.chunk_ids(A)]
-        with open_registry(engine.store) as registry:
-            assert registry.entries_of_chunks(chunk_ids, "") == [[engine.key(A)]]
+        with open_ledger(engine.store) as ledger:
+            assert ledger.entries_of_chunks(chunk_ids, "") == [[engine.key(A)]]
         for entry in (tmp_path / "kv").glob("kv/??/*.safetensors"):
             entry.unlink()
-        remove_documents(opened.sources(), engine, opened)
-        with open_registry(engine.store) as registry:
-            assert registry.entries_of_chunks(chunk_ids, "") == [[]]
+        remove_indexed_documents(opened.sources(), engine, opened)
+        with open_ledger(engine.store) as ledger:
+            assert ledger.entries_of_chunks(chunk_ids, "") == [[]]
         engine.precompute(A)
         assert engine.forget(A)
-        with open_registry(engine.store) as registry:
-            assert registry.entries_of_chunks(chunk_ids, "") == [[]]
+        with open_ledger(engine.store) as ledger:
+            assert ledger.entries_of_chunks(chunk_ids, "") == [[]]
 
 
 def test_one_string_is_one_document(chat):
@@ -228,7 +228,7 @@ def test_our_index_as_inner_store_leaves_nothing_to_sweep(chat, tmp_path):
         store.add_documents([Document(A, id="a"), Document(B)])
         store.delete()
         assert known(chat, A, B) == [False, False]
-        assert opened.orphaned_texts().last_number == 0
+        assert opened.lost_texts().last_number == 0
 
 
 def test_an_overlong_document_is_indexed_and_stops_no_other(store, chat, caplog):

@@ -84,7 +84,7 @@ control-token-not-protected     prompt     Renderer._render
     not self._control.search(A)  ->  True
 todays-date-in-prefix           prompt     Renderer.prefix_ids
     pins_date and A in B  ->  False
-ids-without-namespace           catalog    ChunkRegistry.add_ids
+ids-without-namespace           catalog    TokenIdRows.add_ids
     {"tokenizer": A, "namespace": namespace}  ->  {"tokenizer": A, "namespace": ""}
 chunker-version-ignored         ingestion  _make_file_version
     f"{A}:{B}:{C}"  ->  f"{A}:{B}"
@@ -94,7 +94,7 @@ removed-stay-in-remote-tier     engine     schedule_deletions
     _deletion_tiers(A, B)  ->  _deletion_tiers(A, B)[:1]
 deletes-other-namespaces        ingestion  keys_to_delete
     A.namespace == B  ->  True
-text-of-others-released         catalog    ChunkRegistry.remove_from_documents
+text-of-others-released         catalog    DocumentRows.remove_texts
     set(A) - find_existing(B, C, A, b_namespace=D)  ->  set(A)
 removed-vectors-stay            .          FaissVectors.sync
     A.size - np.count_nonzero(B) + C.size != D.num_chunks  ->  False

@@ -23,7 +23,7 @@ import httpx
 from benchmarks.servers import WITHOUT_PERSISTENCE, Redis, ServerProcess, free_port
 from benchmarks.soak.memory import rss_bytes
 from benchmarks.soak.work import TENANTS, Text
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.files.store_folder import CATALOG_FILE
 
 ADMIN_KEY = "soak-key-of-the-admin"
@@ -117,9 +117,9 @@ class Replica(ServerProcess):
 
         tokenizer: fingerprint of the tokenizer that made the ids.
         """
-        with ChunkRegistry(self.store / CATALOG_FILE) as registry:
+        with Ledger(self.store / CATALOG_FILE) as ledger:
             for tenant in TENANTS:
-                registry.add_ids(((f"text {text.number}", text.token_ids) for text in texts), tokenizer, tenant)
+                ledger.add_ids(((f"text {text.number}", text.token_ids) for text in texts), tokenizer, tenant)
 
     def kill(self) -> None:
         """Send SIGKILL to all processes of the replica, if it runs, and wait for their end."""

@@ -1,8 +1,8 @@
 """`Catalog`: opens, checks and writes the database of a store.
 
-Every class with tables in the database is a subclass. Reads return the last commit of any process. Several changes form
-one transaction, in which no other process writes. Each `Dialect` implements what SQLite and PostgreSQL do differently.
-Depends on the schema, not on the meaning of its rows.
+`Ledger` is the subclass that reads and writes its tables. Reads return the last commit of any process. Several changes
+form one transaction, in which no other process writes. Each `Dialect` implements what SQLite and PostgreSQL do
+differently. Depends on the schema, not on the meaning of its rows.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, Row, Select, delete, select
 from sqlalchemy.exc import DBAPIError
 
 from ragblend.catalog.dialect import Dialect, TransactionKind
 from ragblend.catalog.postgres import PostgresDialect, is_postgres_url
-from ragblend.catalog.schema import TEXTS, text_key
+from ragblend.catalog.schema import FACTS, TEXTS, insert_rows, text_key
 from ragblend.catalog.sqlite import SqliteDialect
 from ragblend.config import trusted_setting
 from ragblend.errors import CorruptError
@@ -121,6 +121,15 @@ class Catalog:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def read_transaction(self) -> AbstractContextManager[Connection]:
+        """Read one state of the catalogue inside the block. Other processes may write at the same time."""
+        return self._transaction("DEFERRED")
+
+    def write_transaction(self) -> AbstractContextManager[Connection]:
+        """Apply all changes of the block, or none. No other thread or process can change the catalogue inside it. Keep
+        it short."""
+        return self._transaction("IMMEDIATE")
+
     # --- for subclasses ---
 
     @contextmanager
@@ -174,9 +183,15 @@ class Catalog:
             finally:
                 self._is_writing = False
 
-    def _write(self) -> AbstractContextManager[Connection]:
-        """Hold the lock in a write transaction, which excludes other writers, and yield the connection."""
-        return self._transaction("IMMEDIATE")
+    def _read_fact(self, name: str) -> str | None:
+        """Return a value of FACTS; None for an unknown name."""
+        return next((str(row.value) for row in self._rows(select(FACTS.c.value).where(FACTS.c.name == name))), None)
+
+    @staticmethod
+    def _write_fact(connection: Connection, name: str, value: str) -> None:
+        """Write a value of FACTS in the current transaction."""
+        connection.execute(delete(FACTS).where(FACTS.c.name == name))
+        insert_rows(connection, FACTS, [{"name": name, "value": value}])
 
 
 def delete_catalog_files(root: Path) -> None:

@@ -99,14 +99,14 @@ class PostgresDialect(Dialect):
         """Return the number of write transactions of all processes."""
         with _silence_limit(connection, VERSION_TIMEOUT_S):
             opened: Any = connection.connection.dbapi_connection
-            found = opened.execute(_READ_VERSION).fetchone()
-        if found is None:
+            row = opened.execute(_READ_VERSION).fetchone()
+        if row is None:
             self._has_tables = False
             raise StoreMismatchError(
                 f"{self.name} is not a catalogue any more: its counter of changes is missing; name another database: "
                 "`catalog`"
             )
-        return int(found[0])
+        return int(row[0])
 
     def truncate_log(self, connection: Connection) -> None:
         """Do nothing, because PostgreSQL's vacuum overwrites deleted rows, and the server recycles its log."""

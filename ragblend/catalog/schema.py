@@ -27,6 +27,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import UserDefinedType
 
+from ragblend.option_fields import is_unicode
+
 SCHEMA_VERSION = 1
 METADATA = MetaData()
 
@@ -156,14 +158,12 @@ class SentDocumentCounts(NamedTuple):
     new_kv_bytes: int = 0
 
 
+_DOCUMENT_TEXTS = "source version file_version top ingestion sent_version stored_version metadata reason"
 DOCUMENTS = _table(
     "documents",
     _number(),
     *(_text(name) for name in ("namespace", "collection", "id")),
-    *(
-        Column(name, TEXT, nullable=False, server_default="")
-        for name in ("source", "version", "ingestion", "sent_version", "stored_version", "metadata", "reason")
-    ),
+    *(Column(name, TEXT, nullable=False, server_default="") for name in _DOCUMENT_TEXTS.split()),
     Column("body", TEXT),
     *(Column(name, INTEGER, nullable=False, server_default="0") for name in SentDocumentCounts._fields),
     UniqueConstraint("namespace", "collection", "id"),
@@ -171,6 +171,7 @@ DOCUMENTS = _table(
 """Documents with chunks, a source, a version or a status.
 
 - Of an index: `collection` is INDEX_MARK, `id` the document's source, `source` its file, `version` its content hash.
+  `file_version` and `top` are those of the file (`IngestedFile`), the same in each document of the file.
 - Of frameworks: `source` and `version` are its DocumentFacts.
 - Sent to a server: `ingestion` is not "". `sent_version` was sent last, `stored_version` stored last. `body` is set
   while it waits. It has DocumentFacts, too, once it is stored.
@@ -179,7 +180,8 @@ Index("documents_by_source", DOCUMENTS.c.source)
 IS_INDEXED = and_(DOCUMENTS.c.namespace == "", DOCUMENTS.c.collection == INDEX_MARK)
 """Condition for the documents of an index."""
 IS_OF_INDEX = DOCUMENTS.c.collection.startswith(INDEX_MARK) & (IS_INDEXED | (DOCUMENTS.c.id == ""))
-"""Condition for the documents of an index of this or of another catalogue, whose texts every namespace keeps."""
+"""Condition for the documents of an index of this or of another catalogue, whose texts every namespace keeps: an index
+has no namespace until an engine ingests into it, and its documents may be there before."""
 IS_SENT = DOCUMENTS.c.ingestion != ""
 """Condition for the documents that clients sent to a server."""
 _partial_index("documents_waiting", DOCUMENTS.c.namespace, DOCUMENTS.c.number, where=DOCUMENTS.c.body.is_not(None))
@@ -194,8 +196,6 @@ LEASES = Table(
     Column("expires_at", DateTime(timezone=True), nullable=False),
 )
 """The server that works on each document, and the end of its lease."""
-FILES = _table("files", _text("path"), _text("version"), _text("top"), key="path")
-"""The files from which the documents of the index came."""
 CHUNKS = Table(
     "chunks",
     METADATA,
@@ -212,9 +212,11 @@ CHUNKS = Table(
 
 - start, end: offsets of the chunk in the document, in characters; 0 if unknown.
 - before, after: the white space around the text.
-- id, vector, generation: of the chunks of an index (see `IndexedDocuments`), NULL for others.
+- id, vector, generation: of the chunks of an index (see `IndexRows`), NULL for others.
 """
 Index("chunks_by_text", CHUNKS.c.key, CHUNKS.c.document)
+IN_DOCUMENT = CHUNKS.c.document == DOCUMENTS.c.number
+"""Condition for the chunks of a document."""
 HAS_VECTOR = CHUNKS.c.id.is_not(None)
 """Condition for the chunks of an index."""
 _partial_index("chunks_by_id", CHUNKS.c.id, where=HAS_VECTOR, unique=True)
@@ -225,21 +227,13 @@ _partial_index(
 )
 
 
-class PendingDeletion(NamedTuple):
-    """An entry that has to be deleted from a tier. The record stays while a remote tier is unreachable, and contains
-    no text. tier: a value of `ChunkRegistry.local_tier`, or a remote tier's URL. source: the document that had the
-    text; "" if unknown.
-    """
+DELETIONS = _table("deletions", _number(), *(_text(name) for name in ("key", "tier", "source")))
+"""Entries that have to be deleted from a tier. A row stays while a remote tier is unreachable, and contains no text.
 
-    key: str
-    tier: str
-    source: str
-
-
-DELETIONS = _table("deletions", _number(), *(_text(name) for name in (*PendingDeletion._fields, "text")))
-"""Entries to be deleted (`PendingDeletion`), and texts that documents of the index lost, whose entries have to be found
-first. A row has a key or a text; the other is ""."""
+tier: a value of `Ledger.local_tier`, or a remote tier's URL. source: the document that had the text; "" if unknown."""
 Index("deletions_by_key", DELETIONS.c.key)
+LOST_TEXTS = _table("lost_texts", _number(), *(_text(name) for name in ("source", "text")))
+"""Texts that documents of the index (`source`) have lost, until the deletion of their entries is recorded."""
 
 
 def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str, object]]) -> int:
@@ -248,6 +242,11 @@ def insert_rows(connection: Connection, table: Table, rows: Iterable[Mapping[str
     if listed:
         connection.execute(insert(table), listed)
     return len(listed)
+
+
+def normalize_text(text: str) -> str:
+    """Return the stripped text; "" if it contains lone surrogates, which are not valid Unicode."""
+    return text.strip() if is_unicode(text) else ""
 
 
 def text_key(stripped: str) -> bytes:
@@ -285,7 +284,7 @@ def find_existing(connection: Connection, query: Select[Any], values: Iterable[A
 
     `query`: selects the column, with the condition `is_in_values(column)`. `parameters`: the query's other parameters.
     """
-    found: set[Any] = set()
+    existing: set[Any] = set()
     for some in split_into_batches(values):
-        found.update(connection.execute(query, {"values": some, **parameters}).scalars())
-    return found
+        existing.update(connection.execute(query, {"values": some, **parameters}).scalars())
+    return existing

@@ -56,8 +56,8 @@ class SqliteDialect(Dialect):
         """Return device and inode of the file at the path; None without a file."""
         if self.path is not None:
             with suppress(OSError):
-                found = self.path.stat()
-                return found.st_dev, found.st_ino
+                status = self.path.stat()
+                return status.st_dev, status.st_ino
         return None
 
     def begin(self, connection: Connection, kind: TransactionKind) -> None:

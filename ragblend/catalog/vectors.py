@@ -13,7 +13,7 @@ import faiss
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ragblend.catalog.documents import IndexedDocuments
+from ragblend.catalog.indexed_documents import IndexRows
 from ragblend.corpus.embedders import FloatArray
 from ragblend.errors import UsageError
 
@@ -38,11 +38,11 @@ class FaissVectors:
         if len(data) < _TRAILER.size or data[-32:] != hashlib.sha256(data[:-32]).digest():
             raise ValueError("does not match its checksum")  # FAISS's parser is unsafe for damaged bytes
         made_for, generation, _ = _TRAILER.unpack(data[end:])
-        found = FaissVectors(dim, generation)
-        found.faiss = faiss.deserialize_index(np.frombuffer(data[:end], np.uint8))
-        if (made_for, found.faiss.d) != (index_id, dim):
+        vectors = FaissVectors(dim, generation)
+        vectors.faiss = faiss.deserialize_index(np.frombuffer(data[:end], np.uint8))
+        if (made_for, vectors.faiss.d) != (index_id, dim):
             raise ValueError("belongs to another index")
-        return found
+        return vectors
 
     def to_bytes(self, index_id: bytes) -> bytes:
         """Return the contents of a vectors file. `index_id`: 16 bytes."""
@@ -52,16 +52,16 @@ class FaissVectors:
     def __len__(self) -> int:
         return int(self.faiss.ntotal)
 
-    def sync(self, catalogue: IndexedDocuments) -> None:
+    def sync(self, catalogue: IndexRows) -> None:
         """Make the vectors equal to the catalogue's: add new ones, replace changed ones, remove deleted ones."""
-        changed, held = catalogue.row_ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
-        stale, missing = np.isin(held, changed), changed
-        if held.size - np.count_nonzero(stale) + changed.size != catalogue.num_chunks:  # some were removed
+        changed, present = catalogue.row_ids(newer_than=self.generation), faiss.vector_to_array(self.faiss.id_map)
+        stale, missing = np.isin(present, changed), changed
+        if present.size - np.count_nonzero(stale) + changed.size != catalogue.num_chunks:  # some were removed
             wanted = catalogue.row_ids()
-            stale |= ~np.isin(held, wanted)
-            missing = wanted[~np.isin(wanted, held[~stale])]
+            stale |= ~np.isin(present, wanted)
+            missing = wanted[~np.isin(wanted, present[~stale])]
         if stale.any():
-            self.faiss.remove_ids(held[stale])
+            self.faiss.remove_ids(present[stale])
         for start in range(0, missing.size, _ROWS_PER_PAGE):
             rows = catalogue.rows(missing[start : start + _ROWS_PER_PAGE].tolist())
             vectors = np.frombuffer(b"".join(row.vector for row in rows), "<f4").reshape(len(rows), -1)
@@ -79,7 +79,7 @@ class FaissVectors:
             return {}
         num_wanted, num_read = min(k, total), min(2 * k + 8, total)
         while True:
-            scores, ids = (found[0] for found in self.faiss.search(vector, num_read))
+            scores, ids = (row[0] for row in self.faiss.search(vector, num_read))
             if num_read == total or scores[-1] < scores[num_wanted - 1]:
                 break
             num_read = min(8 * num_read, total)  # more vectors may have the last cosine

@@ -149,7 +149,7 @@ def documents(settings: Settings, json_: JsonOption = False) -> None:
     line also says its state, its number of chunks, and the size of their KV on this machine's disk. With --backend, the
     store of a server is listed.
     """
-    from ragblend.catalog.stored_documents import list_documents, open_store_documents
+    from ragblend.catalog.stored_documents import list_documents, open_store_ledgers
     from ragblend.engine.store.disk import DiskStore
     from ragblend.ingestion.documents import describe_documents
 
@@ -159,8 +159,8 @@ def documents(settings: Settings, json_: JsonOption = False) -> None:
             listed = list(engine.list_documents())  # type: ignore[attr-defined]
     else:
         disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
-        with open_store_documents(disk) as (registry, index):
-            listing = describe_documents(list_documents(registry, index), disk, registry, index)
+        with open_store_ledgers(disk) as ledgers:
+            listing = describe_documents(list_documents(*ledgers), disk, *ledgers)
         listed = [asdict(each) for each in listing.documents]
         others = set(disk.keys()) - listing.entries
         unowned = [key for key in others if (header := disk.header(key)) is not None and header.prefix_ids]
@@ -176,7 +176,7 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
 
     Documents of the store's folder are found first, then those of a server. Loads no model.
     """
-    from ragblend.catalog.stored_documents import list_documents, open_store_documents
+    from ragblend.catalog.stored_documents import list_documents, open_store_ledgers
     from ragblend.engine.store.disk import DiskStore
     from ragblend.index import open_index
     from ragblend.ingestion.documents import (
@@ -184,24 +184,24 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
         find_indexed_documents,
         find_stored_documents,
         find_text_documents,
-        remove_documents,
+        remove_indexed_documents,
         remove_stored_documents,
     )
 
     if settings.is_served and not Path(settings.store).is_dir():
         return _remove_from_server(document, text, settings)
     disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
-    with open_store_documents(disk) as (registry, index):
-        listed, has_index = list_documents(registry, index), index is not None
+    with open_store_ledgers(disk) as (ledger, folder):
+        stored, has_index = list_documents(ledger, folder), folder.has_index()
         if document is not None:
-            matches = find_stored_documents(document, listed, settings.namespace)
+            named = find_stored_documents(document, stored, settings.namespace)
         else:
-            matches = find_text_documents(text or "", listed, registry, index, settings.namespace)
-    if settings.is_served and not matches:
+            named = find_text_documents(text or "", stored, ledger, folder, settings.namespace)
+    if settings.is_served and not named:
         return _remove_from_server(document, text, settings)
     unfinished = list[str]()
-    if matches:
-        settings = replace(settings, namespace=matches[0].key.namespace)
+    if named:
+        settings = replace(settings, namespace=named[0].key.namespace)
     elif document is None or not has_index:
         return [], Removal(0, 0)
     else:
@@ -210,15 +210,15 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
     with ExitStack() as stack:
         has_kv = settings.is_served or disk.models()
         engine = stack.enter_context(open_document_engine(settings)) if has_kv else None
-        own = None
+        index = None
         if has_index:
-            own = stack.enter_context(
+            index = stack.enter_context(
                 open_index(settings.store) if engine is None else open_settings_index(settings, engine)
             )
-        if own is not None and unfinished:
-            return unfinished, remove_documents(unfinished, engine, own)
-        names = [each.index_source or f"{each.key.collection}/{each.key.id}".rstrip("/") for each in matches]
-        return names, remove_stored_documents(matches, engine, own)
+        if index is not None and unfinished:
+            return unfinished, remove_indexed_documents(unfinished, engine, index)
+        names = [each.index_source or f"{each.key.collection}/{each.key.id}".rstrip("/") for each in named]
+        return names, remove_stored_documents(named, engine, index)
 
 
 def _remove_from_server(document: str | None, text: str | None, settings: Settings) -> tuple[list[str], Removal]:
@@ -229,17 +229,17 @@ def _remove_from_server(document: str | None, text: str | None, settings: Settin
 
     with open_document_engine(settings) as engine:
         client: Any = engine
-        listed = [
+        stored = [
             StoredDocument(
                 DocumentKey(*(each[name] for name in DocumentKey._fields)), each["source"], each["num_chunks"]
             )
             for each in client.list_documents()
         ]
-        matches, num_kv = find_stored_documents(document or text_id(text or ""), listed, settings.namespace), 0
-        for collection, group in groupby(matches, lambda each: each.key.collection):
+        named, num_kv = find_stored_documents(document or text_id(text or ""), stored, settings.namespace), 0
+        for collection, group in groupby(named, lambda each: each.key.collection):
             num_kv += client.remove_documents(collection, [each.key.id for each in group])
-    names = [f"{each.key.collection}/{each.key.id}" for each in matches]
-    return names, Removal(sum(each.num_chunks for each in matches), num_kv)
+    names = [f"{each.key.collection}/{each.key.id}" for each in named]
+    return names, Removal(sum(each.num_chunks for each in named), num_kv)
 
 
 def _read_text(path: str) -> str:

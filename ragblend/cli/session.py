@@ -176,16 +176,18 @@ def open_searched_index(settings: Settings, engine: Engine) -> Iterator[ChunkInd
     The temporary index has the texts that frameworks and clients of a server have added in the engine's namespace.
     Raises NotFoundError if there are none.
     """
-    from ragblend.catalog.registry import open_registry
+    from ragblend.catalog.ledger import open_ledger
+    from ragblend.catalog.stored_documents import list_added
     from ragblend.precompute import open_engine_index
     from ragblend.prompt.types import Chunk
 
     try:
         index = open_settings_index(settings, engine)
     except NotFoundError:
-        with open_registry(engine.store, create=False) as registry:
-            names = [name for name in registry.documents() if name.namespace == engine.namespace]
-            texts_of = {f"{name.collection}/{name.id}": sorted(registry.texts_of(name)) for name in names}
+        with open_ledger(engine.store, create=False) as ledger:
+            added = list_added(ledger, engine.namespace, with_indexes=True)
+            names = [each.key for each in added if each.num_chunks]
+            texts_of = {f"{name.collection}/{name.id}": sorted(ledger.texts_of(name)) for name in names}
         if not texts_of:
             raise
         with TemporaryDirectory() as folder, open_engine_index(folder, engine, embedder_name(settings)) as made:

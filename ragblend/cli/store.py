@@ -91,7 +91,7 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     if settings.is_served:
         _print_served_stats(settings, json_)
         return
-    from ragblend.catalog.registry import open_registry
+    from ragblend.catalog.ledger import open_ledger
     from ragblend.catalog.stored_documents import count_by_collection
     from ragblend.corpus.folder_scan import display_source
     from ragblend.engine.store.disk import DiskStore
@@ -106,9 +106,9 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
     num_tokens = sum(entry.header.num_tokens for entry in entries)
     nbytes = sum(entry.nbytes for entry in entries)
     dtypes = Counter(entry.header.stored_dtype for entry in entries)
-    with open_registry(disk, create=False) as registry:
-        collections = count_by_collection(registry)
-        ingested = registry.fingerprints_by_key() if disk.has_evicted and not registry.is_shared else {}
+    with open_ledger(disk, create=False) as ledger:
+        collections = count_by_collection(ledger)
+        ingested = ledger.fingerprints_by_key() if disk.has_evicted and not ledger.is_shared else {}
     num_evicted = sum(not disk.has_file(key) for key in ingested)
     manifest, sources, num_chunks = None, list[str](), 0
     try:
@@ -213,7 +213,7 @@ def verify(
             repair_remote(tier, settings.store, report.damaged_remote, kv_dir=settings.kv_dir)
         tier.close()
     if repair and report.has_problems:
-        from ragblend.catalog.stored_documents import open_store_documents
+        from ragblend.catalog.stored_documents import open_store_ledgers
         from ragblend.engine.store.disk import DiskStore
         from ragblend.engine.store.metadata import CONTEXT_FILE
         from ragblend.operations.maintenance import drop_files_that_block_opening, repair_store
@@ -225,8 +225,8 @@ def verify(
         report.num_sent_again, sent = make_sent_documents_pending(disk, lost)
         if CONTEXT_FILE in report.damaged_files:  # an engine can open the store only after it is dropped
             settings = replace(settings, context=settings.context or "none")
-        with open_store_documents(disk) as (registry, index):
-            has_index, has_texts = index is not None, any(registry.documents())
+        with open_store_ledgers(disk) as (ledger, folder):
+            has_index, has_texts = folder.has_index(), any(ledger.texts())
         if not has_index and not has_texts:
             raise NotFoundError("; ".join([*report.dropped, f"{settings.store} has no documents: ingest them again"]))
         if has_index or lost - sent or report.damaged_files:

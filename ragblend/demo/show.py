@@ -19,7 +19,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import StoreMismatchError
 from ragblend.files.places import expand_user_path
 from ragblend.index import ChunkIndex, SearchHit, open_index
-from ragblend.ingestion.documents import remove_documents
+from ragblend.ingestion.documents import remove_indexed_documents
 from ragblend.ingestion.report import IngestReport, Progress
 from ragblend.options import MODES
 from ragblend.precompute import ingest, open_engine_index
@@ -260,4 +260,4 @@ def _remove_outdated_documents(files: Sequence[Path], engine: TransformersEngine
     for source in index.sources():
         path = Path(source).resolve()
         if path.parent.name == CORPUS and path not in here:
-            remove_documents([source], engine, index)
+            remove_indexed_documents([source], engine, index)

@@ -16,8 +16,8 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any, Literal, NoReturn, Self
 
-from ragblend.catalog.registry import open_registry
-from ragblend.engine.entry_records import record_entries_on_put, run_deletions, schedule_deletions
+from ragblend.catalog.ledger import open_ledger
+from ragblend.engine.deletions import record_entries_on_put, run_deletions, schedule_deletions
 from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.matching import open_known_chunks
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
@@ -185,7 +185,7 @@ class LocalEngine(EngineBase, ABC):
         super().__init__(on_miss=on_miss, **options)
         self.renderer = renderer
         self.store = store
-        self._entry_registry = record_entries_on_put(store)
+        self._entry_ledger = record_entries_on_put(store)
         self.default_prefix_ids = renderer.prefix_ids(self.system, pins_date=True)
         if context is not None:
             CONTEXT.validate("context", context)
@@ -197,7 +197,7 @@ class LocalEngine(EngineBase, ABC):
         self.neutral_ids = renderer.neutral_ids
         self._stores_missing = on_miss == "store"
         # Opened here, and not at the first prompt: a catalogue that does not answer then must not fail the prompt.
-        self.known_chunks = open_known_chunks(open_registry(store), renderer.fingerprint, self.namespace)
+        self.known_chunks = open_known_chunks(open_ledger(store), renderer.fingerprint, self.namespace)
         """The chunks of this store and namespace that the engine looks for in prompts."""
 
     # -- chunks in prompts
@@ -300,9 +300,9 @@ class LocalEngine(EngineBase, ABC):
         if named.context != "neutral":
             self.known_chunks.remove(named.text)
         key = self.key(chunk)
-        with open_registry(self.store) as registry:
-            schedule_deletions({key: ""}, self.store, registry)
-            return key in run_deletions(self.store, registry)
+        with open_ledger(self.store) as ledger:
+            schedule_deletions({key: ""}, self.store, ledger)
+            return key in run_deletions(self.store, ledger)
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], ContextPolicy]:
         """Return the chunk's token ids, and the context of the variant that it names."""
@@ -352,5 +352,5 @@ class LocalEngine(EngineBase, ABC):
             return
         super().close()
         self.known_chunks.close()
-        if self._entry_registry is not None:
-            self._entry_registry.close()
+        if self._entry_ledger is not None:
+            self._entry_ledger.close()

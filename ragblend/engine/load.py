@@ -384,7 +384,7 @@ def register_model(
     StoreMismatchError if the store or the catalogue has other models only, unless `new_model` is True.
     """
     from ragblend.catalog.database import resolve_catalog
-    from ragblend.catalog.registry import register_shared_model
+    from ragblend.catalog.ledger import register_shared_model
     from ragblend.engine.store.disk import DiskStore
 
     register_shared_model(resolve_catalog(path, catalog), fingerprint, str(facts["model"]), new_model=new_model)

@@ -1,11 +1,11 @@
 """Matching of prompts for all engines: finds stored chunks in token ids, and their entries in the store.
 
 `KnownChunks.match` finds the registered chunks of one tokenizer and one namespace as runs. Their token ids are in the
-store's registry. The first search builds an index over them, which all engines of the process share. Later searches
+store's ledger. The first search builds an index over them, which all engines of the process share. Later searches
 update the index from the rows that any process has added or removed.
 
 `find_variants` lists the variants of a run's chunk, and `find_stored` finds the best one that a store has.
-`PrefixKVCache` has the KV of earlier prompts' prefixes. Depends on token ids, keys and the registry, not on models or
+`PrefixKVCache` has the KV of earlier prompts' prefixes. Depends on token ids, keys and the ledger, not on models or
 engines.
 """
 
@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.store.format.kv import ChunkKV
 from ragblend.errors import BackendUnreachableError
 from ragblend.prompt.token_index import TokenIndex
@@ -45,22 +45,22 @@ LEAST_QUOTE = 64
 
 
 class KnownChunks:
-    """The chunks that `registry` has for one tokenizer and one namespace. `match` finds them in prompts.
+    """The chunks that `ledger` has for one tokenizer and one namespace. `match` finds them in prompts.
 
-    `tokenizer`: the tokenizer's fingerprint. While the registry's database does not answer, no chunk is found, and one
+    `tokenizer`: the tokenizer's fingerprint. While the ledger's database does not answer, no chunk is found, and one
     warning is logged. Prompts are then prefilled without stored KV. Thread-safe. Create an object with
     `open_known_chunks`.
     """
 
-    def __init__(self, registry: ChunkRegistry, tokenizer: str, namespace: str) -> None:
-        self._registry = registry
+    def __init__(self, ledger: Ledger, tokenizer: str, namespace: str) -> None:
+        self._ledger = ledger
         self._owner = (tokenizer, namespace)
         self._lock, self._outage_lock = threading.Lock(), threading.Lock()
         self._retry_at_s = 0.0  # on the monotonic clock, during an outage
         self._num_failures = 0
-        self._cached_ids = lru_cache(_CACHED_CHUNKS)(registry.read_ids)
-        self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text, version: registry.has_ids(text, tokenizer, namespace))
-        self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: registry.document_id_of_row(number, namespace))
+        self._cached_ids = lru_cache(_CACHED_CHUNKS)(ledger.read_ids)
+        self._has_text = lru_cache(_CACHED_CHUNKS)(lambda text, version: ledger.has_ids(text, tokenizer, namespace))
+        self._cached_document = lru_cache(_CACHED_CHUNKS)(lambda number: ledger.document_id_of_row(number, namespace))
         self._clear()
 
     def add(self, texts: Iterable[str], find_ids: Callable[[str], Sequence[int]]) -> None:
@@ -69,12 +69,12 @@ class KnownChunks:
         `find_ids`: returns the token ids of a text. It is called for unknown texts only. If it returns no ids, the text
         is left out.
         """
-        new = self._registry.texts_without_ids(texts, *self._owner)
-        self._registry.add_ids(((text, ids) for text in new if (ids := find_ids(text))), *self._owner)
+        new = self._ledger.texts_without_ids(texts, *self._owner)
+        self._ledger.add_ids(((text, ids) for text in new if (ids := find_ids(text))), *self._owner)
 
     def remove(self, text: str) -> None:
         """Remove the chunk of this text."""
-        self._registry.remove_ids(text, *self._owner)
+        self._ledger.remove_ids(text, *self._owner)
 
     def __contains__(self, text: object) -> bool:
         return isinstance(text, str) and self._search(lambda _: self._has_text(text, self._version), False)
@@ -126,9 +126,9 @@ class KnownChunks:
         )
 
     def _search(self, search: Callable[[TokenIndex], T], default: T) -> T:
-        """Update the index from the registry and return `search(index)`.
+        """Update the index from the ledger and return `search(index)`.
 
-        Return `default` while the registry's database does not answer. During an outage, one caller tries again after a
+        Return `default` while the ledger's database does not answer. During an outage, one caller tries again after a
         pause; the other callers get `default` at once. If the update fails, callers that waited for it get `default`.
         """
         if self._retry_at_s:
@@ -168,9 +168,9 @@ class KnownChunks:
             self._retry_at_s = monotonic() + _OUTAGE_PAUSE_S
 
     def close(self) -> None:
-        """Close the registry. The next call opens the database that is then at the registry's path or URL."""
+        """Close the ledger. The next call opens the database that is then at the ledger's path or URL."""
         with self._lock:
-            self._registry.close()
+            self._ledger.close()
             self._cached_ids.cache_clear()
             self._cached_document.cache_clear()
             self._clear()
@@ -178,27 +178,27 @@ class KnownChunks:
     def _clear(self) -> None:
         self._index = TokenIndex(self._cached_ids)
         self._version: tuple[int, int] | None = None
-        self._identity = self._registry.identity
+        self._identity = self._ledger.identity
         self._last_number = 0
         self._num_removals = 0
 
     def _update(self) -> None:
-        """Bring the index to the state of the registry."""
-        version = self._registry.change_counter()
+        """Bring the index to the state of the ledger."""
+        version = self._ledger.change_counter()
         if version == self._version:
             return
         is_older = self._version is not None and version < self._version
-        if is_older or self._identity != self._registry.identity:  # another database replaced it
+        if is_older or self._identity != self._ledger.identity:  # another database replaced it
             self._clear()
         self._cached_ids.cache_clear()  # a removed chunk has no ids any more, so the index finds no run of it
         self._cached_document.cache_clear()
-        num_removals = self._registry.num_id_removals()
-        added = self._registry.ids_after(self._last_number, *self._owner)
+        num_removals = self._ledger.num_id_removals()
+        added = self._ledger.ids_after(self._last_number, *self._owner)
         if num_removals != self._num_removals:  # counting takes long in PostgreSQL
-            num_removed = len(self._index) + len(added) - self._registry.count_tokenized_texts(*self._owner)
+            num_removed = len(self._index) + len(added) - self._ledger.count_tokenized_texts(*self._owner)
             if num_removed > len(self._index) // 4:
                 self._clear()
-                added = self._registry.ids_after(0, *self._owner)
+                added = self._ledger.ids_after(0, *self._owner)
             self._num_removals = num_removals
         self._index.add(added)
         self._last_number = max((number for number, _ in added), default=self._last_number)
@@ -275,17 +275,17 @@ def _reset_in_child() -> None:
 os.register_at_fork(after_in_child=_reset_in_child)
 
 
-def open_known_chunks(registry: ChunkRegistry, tokenizer: str, namespace: str) -> KnownChunks:
-    """Return the chunks that `registry` has for a tokenizer (its fingerprint) and a namespace.
+def open_known_chunks(ledger: Ledger, tokenizer: str, namespace: str) -> KnownChunks:
+    """Return the chunks that `ledger` has for a tokenizer (its fingerprint) and a namespace.
 
     Calls with the same database, tokenizer and namespace return the same object.
     """
-    key = (registry.key or id(registry), tokenizer, namespace)
+    key = (ledger.key or id(ledger), tokenizer, namespace)
     with _OPEN_LOCK:
-        chunks = _OPEN.get(key)
-        if chunks is None:
-            chunks = _OPEN[key] = KnownChunks(registry, tokenizer, namespace)
-        return chunks
+        known = _OPEN.get(key)
+        if known is None:
+            known = _OPEN[key] = KnownChunks(ledger, tokenizer, namespace)
+        return known
 
 
 def find_variants(

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.api import Engine
-from ragblend.engine.entry_records import run_deletions, schedule_deletions
+from ragblend.engine.deletions import run_deletions, schedule_deletions
 from ragblend.errors import UsageError
 from ragblend.ingestion.prefill import num_chunk_tokens
 from ragblend.option_fields import check_unicode
@@ -108,12 +108,12 @@ def delete_other_variants(chunks: Sequence[Chunk], kept: Iterable[Chunk], engine
     kept_keys = {engine.key(chunk) for chunk in kept}
     every = [each for chunk in chunks for each in all_variants(chunk.text)]
     neutral_here = list[str]()
-    with open_registry(engine.store) as registry:
+    with open_ledger(engine.store) as ledger:
         if engine.context == "none":
-            every += [Chunk(text, context="neutral") for text in registry.texts()]
+            every += [Chunk(text, context="neutral") for text in ledger.texts()]
             headers = (header for tier in engine.store.tiers if not tier.is_remote for header in tier.headers())
             neutral_ids = engine.neutral_ids
             neutral_here += [each.key for each in headers if each.prefix_ids[-len(neutral_ids) :] == neutral_ids]
         keys = [key for key in dict.fromkeys((*map(engine.key, every), *neutral_here)) if key not in kept_keys]
-        schedule_deletions(dict.fromkeys(keys, ""), engine.store, registry)
-        return len(run_deletions(engine.store, registry))
+        schedule_deletions(dict.fromkeys(keys, ""), engine.store, ledger)
+        return len(run_deletions(engine.store, ledger))

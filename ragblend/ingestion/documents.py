@@ -1,7 +1,7 @@
 """Functions that find stored documents by name, list them, remove them with their KV, and pin them.
 
 Documents are in an index, or were added by `precompute_documents`, a vector store or a client of a server. Depends on
-the index, the registry and the DocumentEngine protocol.
+the index, the ledger and the DocumentEngine protocol.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from ragblend.catalog import sent_documents
-from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, text_id, text_key
-from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_short_texts, find_text_keys
+from ragblend.catalog.stored_documents import StoredDocument, find_text_keys
 from ragblend.corpus.folder_scan import match_sources, resolve_source, source_path
 from ragblend.engine.api import DocumentEngine, RemoteEngine
-from ragblend.engine.entry_records import UnfinishedDeletionError
+from ragblend.engine.deletions import UnfinishedDeletionError
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.deletion import delete_orphaned_kv, delete_texts_except, find_pending_sources
+from ragblend.ingestion.deletion import delete_orphaned_kv, find_unfinished_removals, keep_only_texts
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
 from ragblend.prompt.token_index import WINDOW
 
@@ -57,11 +55,11 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
 
 def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine) -> int:
     """Delete the texts of documents, and the KV that no other document needs. Return the number of entries."""
-    registry = open_registry(engine.store)
+    ledger = open_ledger(engine.store)
     try:
-        return delete_texts_except({each: [] for each in documents}, engine, registry)
+        return keep_only_texts({each: [] for each in documents}, engine, ledger)
     finally:
-        registry.set_facts({each: DocumentFacts() for each in documents if any(registry.facts_of(each))})
+        ledger.set_facts({each: DocumentFacts() for each in documents if any(ledger.facts_of(each))})
 
 
 def find_indexed_documents(
@@ -72,16 +70,16 @@ def find_indexed_documents(
     include_unfinished: also return removed documents whose KV is not completely deleted from `store`. Raises
     NotFoundError if no document matches.
     """
-    pairs = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
-    matches = match_sources(name, pairs)
+    file_of_source = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
+    sources = match_sources(name, file_of_source)
     if include_unfinished:
-        pending = sorted(find_pending_sources(index, store))
-        matches += match_sources(name, [(source, source_path(source)) for source in pending])
-    if not matches:
+        pending = sorted(find_unfinished_removals(index, store))
+        sources += match_sources(name, [(source, source_path(source)) for source in pending])
+    if not sources:
         if include_unfinished and not index.is_saved:  # a removal was killed before `save`
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend documents")
-    return list(dict.fromkeys(matches))
+    return list(dict.fromkeys(sources))
 
 
 def find_stored_documents(name: str, documents: Sequence[StoredDocument], namespace: str) -> list[StoredDocument]:
@@ -93,13 +91,13 @@ def find_stored_documents(name: str, documents: Sequence[StoredDocument], namesp
     """
     if not name.strip():
         raise UsageError("the name is empty; pass an id, a collection or a source, as `ragblend documents` lists them")
-    if matches := _match_documents(name, [each for each in documents if each.key.namespace == namespace]):
-        return matches
-    matches = _match_documents(name, [each for each in documents if each.key.namespace != namespace])
-    if len(namespaces := {each.key.namespace for each in matches}) > 1:
+    if matching := _match_documents(name, [each for each in documents if each.key.namespace == namespace]):
+        return matching
+    matching = _match_documents(name, [each for each in documents if each.key.namespace != namespace])
+    if len(namespaces := {each.key.namespace for each in matching}) > 1:
         listed = ", ".join(map(repr, sorted(namespaces)))
         raise UsageError(f"{name!r} is in the namespaces {listed}; choose one: set RAGBLEND_NAMESPACE")
-    return matches
+    return matching
 
 
 def _match_documents(name: str, documents: Sequence[StoredDocument]) -> list[StoredDocument]:
@@ -110,15 +108,15 @@ def _match_documents(name: str, documents: Sequence[StoredDocument]) -> list[Sto
         collections = ", ".join(repr(each.key.collection) for each in by_id)
         names = f"{name!r} is a document in the collections {collections}"
         raise UsageError(f"{names}; name one: COLLECTION/{name}")
-    for matches in (by_id, [each for each in documents if each.key.collection == name]):
-        if matches:
-            return matches
-    if matches := [each for each in documents if each.source == name]:
-        return matches
+    for matching in (by_id, [each for each in documents if each.key.collection == name]):
+        if matching:
+            return matching
+    if matching := [each for each in documents if each.source == name]:
+        return matching
     files = [_absolute_source(each.source or each.index_source) for each in documents]
-    pairs = [(each.index_source or file, file) for each, file in zip(documents, files, strict=True)]
-    matched = {*match_sources(name, pairs)}
-    return [each for each, (source, _) in zip(documents, pairs, strict=True) if source in matched]
+    named_files = [(each.index_source or file, file) for each, file in zip(documents, files, strict=True)]
+    matched = {*match_sources(name, named_files)}
+    return [each for each, (source, _) in zip(documents, named_files, strict=True) if source in matched]
 
 
 def _absolute_source(source: str) -> str:
@@ -131,55 +129,55 @@ def _absolute_source(source: str) -> str:
 def find_text_documents(
     text: str,
     documents: Sequence[StoredDocument],
-    registry: ChunkRegistry,
-    index: IndexedDocuments | None,
+    ledger: Ledger,
+    folder: Ledger,
     namespace: str,
 ) -> list[StoredDocument]:
     """Return those of `documents` that only this text identifies; [] if there are none and the text is unknown.
 
     If no document has the text, but an engine or a prompt stored it as a chunk, it becomes a document of `namespace`.
-    Raises UsageError for a text that only other documents have.
+    ledger, folder: see `catalog.stored_documents`. Raises UsageError for a text that only other documents have.
     """
-    if matches := [each for each in documents if each.key.id == text_id(text)]:
-        return matches
-    if owners := [each for each in documents if text_key(text) in find_text_keys(each, registry, index)]:
+    if identified := [each for each in documents if each.key.id == text_id(text)]:
+        return identified
+    if owners := [each for each in documents if text_key(text) in find_text_keys(each, ledger, folder)]:
         listed = ", ".join(f"{each.key.collection}/{each.key.id}" for each in owners[:_MAX_LISTED])
         more = f" and {len(owners) - _MAX_LISTED} more" if len(owners) > _MAX_LISTED else ""
         raise UsageError(f"the text is a chunk of {listed}{more}; remove that")
-    if namespace not in {each for _, each in registry.tokenizers_and_namespaces_of(text)}:
+    if namespace not in {each for _, each in ledger.tokenizers_and_namespaces_of(text)}:
         return []
     key = DocumentKey(LANGCHAIN_COLLECTION, text_id(text), namespace)
-    registry.add([text], key)
+    ledger.add_texts({key: {text: 0}})
     return [StoredDocument(key, "", 1)]
 
 
 def remove_stored_documents(
     documents: Iterable[StoredDocument], engine: DocumentEngine | None, index: ChunkIndex | None
 ) -> Removal:
-    """Delete documents from the index and from the registry, with their pins, KV and texts.
+    """Delete documents from the index and from the store's ledger, with their pins, KV and texts.
 
     KV stays if its text is also in another document. A vector store of a framework is not changed, except ragblend's
     index. engine: None if no KV is stored. index: None if no document is in it. Raises BackendUnreachableError if a
-    remote tier did not answer; see `remove_documents`.
+    remote tier did not answer; see `remove_indexed_documents`.
     """
-    remaining = list(documents)
+    documents = list(documents)
     removal = Removal(0, 0)
-    sources = [each.index_source for each in remaining if each.index_source]
+    sources = [each.index_source for each in documents if each.index_source]
     if sources:
         assert index is not None
-        removal = remove_documents(sources, engine, index)
-    added = [each for each in remaining if not each.index_source or each.index_source != each.key.id]
+        removal = remove_indexed_documents(sources, engine, index)
+    added = [each for each in documents if not each.index_source or each.index_source != each.key.id]
     if not added or engine is None:
         return removal
     num_removed = _delete_added([each.key for each in added], engine)
-    with open_registry(engine.store) as registry:
+    with open_ledger(engine.store) as ledger:
         for collection, group in groupby(sorted(each.key for each in added), lambda key: key.collection):
-            sent_documents.remove(registry, engine.namespace, collection, [key.id for key in group])
+            ledger.end_removal(engine.namespace, collection, [key.id for key in group])
     num_chunks = sum(each.num_chunks for each in added if not each.index_source)
     return Removal(removal.num_chunks + num_chunks, removal.num_kv + num_removed)
 
 
-def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, index: ChunkIndex) -> Removal:
+def remove_indexed_documents(sources: Iterable[str], engine: DocumentEngine | None, index: ChunkIndex) -> Removal:
     """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
 
     engine: None if no KV is stored; the next ingestion then looks for KV of the removed texts.
@@ -189,9 +187,9 @@ def remove_documents(sources: Iterable[str], engine: DocumentEngine | None, inde
     deletes their KV from the remote tier.
     """
     store = None if engine is None or isinstance(engine, RemoteEngine) else engine.store
-    known, begun = set(index.sources()), find_pending_sources(index, store)
-    existing = [source for source in sources if source in known or source not in begun]
-    num_chunks = sum(index.remove_document(source) for source in existing)
+    indexed, begun = set(index.sources()), find_unfinished_removals(index, store)
+    present = [source for source in sources if source in indexed or source not in begun]
+    num_chunks = sum(index.remove_document(source) for source in present)
     unfinished, num_removed = None, 0
     if engine is not None:
         try:
@@ -265,29 +263,30 @@ class StoreListing(NamedTuple):
 
 
 def describe_documents(
-    documents: Iterable[StoredDocument], disk: DiskStore | None, registry: ChunkRegistry, index: IndexedDocuments | None
+    documents: Iterable[StoredDocument], disk: DiskStore | None, ledger: Ledger, folder: Ledger
 ) -> StoreListing:
     """Return the details of documents that `list_documents` returned. Loads no model and no tokenizer."""
-    keys_by_document = [(each, find_text_keys(each, registry, index)) for each in documents]
+    with_keys = [(each, find_text_keys(each, ledger, folder)) for each in documents]
     wanted: dict[str, set[bytes]] = {}
-    for each, keys in keys_by_document:
+    for each, keys in with_keys:
         wanted.setdefault(each.key.namespace, set()).update(keys)
     sizes_of: dict[tuple[str, bytes], dict[str, int]] = {}
     short: dict[str, set[bytes]] = {}
     for namespace, keys in wanted.items():
-        short[namespace] = find_short_texts(registry, list(keys), namespace)
-        for key, entries in find_entries(registry, list(keys), namespace):
+        hashed = (each for each in ledger.hash_token_ids(keys) if each.namespace == namespace)
+        short[namespace] = {each.text_key for each in hashed if each.num_ids < WINDOW}
+        for key, entries in ledger.entries_of_texts(keys, namespace).items():
             sizes = {entry: disk.file_bytes(entry) for entry in entries} if disk is not None else {}
             sizes_of[namespace, key] = {entry: nbytes for entry, nbytes in sizes.items() if nbytes}
     listing = StoreListing([], {entry for sizes in sizes_of.values() for entry in sizes})
-    for each, keys in keys_by_document:
+    for each, keys in with_keys:
         collection, document_id, namespace = each.key
-        entry_sizes = [sizes_of[namespace, key] for key in keys]
-        num_stored = sum(map(bool, entry_sizes))
-        state = "stored" if num_stored == len(entry_sizes) else "partial" if num_stored else "without_kv"
+        sizes_of_texts = [sizes_of[namespace, key] for key in keys]
+        num_stored = sum(map(bool, sizes_of_texts))
+        state = "stored" if num_stored == len(keys) else "partial" if num_stored else "without_kv"
         state = each.status if each.status in ("pending", "failed") else state
-        kv_bytes = sum({entry: nbytes for sizes in entry_sizes for entry, nbytes in sizes.items()}.values())
-        text = registry.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(document_id) else ""
+        kv_bytes = sum({entry: nbytes for sizes in sizes_of_texts for entry, nbytes in sizes.items()}.values())
+        text = ledger.text_of(min(keys))[:_TEXT_CHARS] if keys and _DIGEST.fullmatch(document_id) else ""
         reason = each.reason
         if not reason and (num_short := len(short[namespace] & keys)):
             reason = f"{num_short} of {len(keys)} chunks have fewer than {WINDOW} tokens; prompts do not reuse them"

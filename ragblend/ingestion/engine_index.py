@@ -42,7 +42,7 @@ def open_engine_index(
             f"tokenizer differs. Use `model={made_for.tokenizer!r}`, or ingest again: ragblend ingest DOCS --store "
             f"NEW_PATH --model {engine.name}"
         )
-    namespace = index.read_metadata().get("namespace", engine.namespace)
+    namespace = index.index_facts().get("namespace", engine.namespace)
     if namespace != engine.namespace and index.num_documents:
         index.close()
         raise StoreMismatchError(
@@ -62,7 +62,7 @@ def resolve_chunker(
     """
     made = index.manifest
     if not made.num_documents:
-        index.write_metadata(namespace=engine.namespace)
+        index.change_index_facts(namespace=engine.namespace)
     size = validate_chunk_size(engine, chunk_size or made.chunk_size or DEFAULT_CHUNK_SIZE)
     name = get_splitter_version(splitter) if splitter is not None else ""
     if (size, name) != (made.chunk_size, made.splitter):
@@ -71,7 +71,7 @@ def resolve_chunker(
                 f"the chunker changes from {made.chunker} to {name or f'{size} tokens'}: the documents of this "
                 "ingestion are split and prefilled again, other documents when they are ingested"
             )
-        index.write_metadata(chunk_size=size, splitter=name)
+        index.change_index_facts(chunk_size=size, splitter=name)
     if splitter is not None:
         return ChunkerConfig(splitter, name)
     return ChunkerConfig(lambda document: split(document, engine.renderer.count_tokens, size), str(size))

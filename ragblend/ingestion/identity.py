@@ -9,9 +9,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import DocumentKey, text_id
-from ragblend.catalog.stored_documents import ids_beginning_with
 from ragblend.corpus.folder_scan import ReadFailure
 from ragblend.errors import UsageError
 from ragblend.prompt.types import Chunk
@@ -103,7 +102,7 @@ def identify_all(
 
 
 def find_replaced_documents(
-    identities: Iterable[Identity], texts_of: Mapping[DocumentKey, Iterable[str]], registry: ChunkRegistry
+    identities: Iterable[Identity], texts_of: Mapping[DocumentKey, Iterable[str]], ledger: Ledger
 ) -> dict[DocumentKey, set[str]]:
     """Return the documents that lose texts, because a call passed `texts_of` for them, with the texts that they keep.
 
@@ -123,10 +122,10 @@ def find_replaced_documents(
         identity = by_id[name.id]
         if identity.num_pages:
             num_pages[name._replace(id=identity.source)] = identity.num_pages
-        if not identity.is_text and not (identity.version and identity.version == registry.facts_of(name).version):
-            kept[name] = {*texts} | (registry.texts_of(name, before=identity.start) if identity.start else set())
+        if not identity.is_text and not (identity.version and identity.version == ledger.facts_of(name).version):
+            kept[name] = {*texts} | (ledger.texts_of(name, before=identity.start) if identity.start else set())
     for name, count in num_pages.items():
-        for page_id in ids_beginning_with(registry, name.id + PAGE_MARK, name.collection, name.namespace):
+        for page_id in ledger.ids_beginning_with(name.id + PAGE_MARK, name.collection, name.namespace):
             page = page_id.removeprefix(name.id + PAGE_MARK)
             if page.isdecimal() and int(page) >= count:
                 kept.setdefault(name._replace(id=page_id), set())
@@ -153,8 +152,8 @@ def document_label(document: Any, chunk: Chunk) -> str:
     A document without an id and a source is named by the beginning of its text.
     """
     metadata, owner = chunk.metadata, getattr(document, "ref_doc_id", None)
-    labels = (metadata.get(key) for key in ("source", "file_path", "file_name"))
-    source = chunk.source or next(filter(None, labels), owner)
+    sources = (metadata.get(key) for key in ("source", "file_path", "file_name"))
+    source = chunk.source or next(filter(None, sources), owner)
     name = getattr(document, "node_id", None) or getattr(document, "id", None)
     if chunk is document:  # its id is a hash
         name = None

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.corpus.embedders import Embedder, FloatArray, load_embedder
 from ragblend.engine.api import Engine
 from ragblend.engine.matching import KnownChunks
@@ -214,7 +214,7 @@ class _Worker:
             self._engine = load_engine(self._model, self._store, **self._options)
             if isinstance(self._engine, LocalEngine):
                 # Only the ingesting process writes token ids: its SQLite file does not work across machines.
-                self._engine.known_chunks = KnownChunks(ChunkRegistry(), "", "")
+                self._engine.known_chunks = KnownChunks(Ledger(), "", "")
         return self._engine
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ragblend.catalog.index_rows import IngestedFile
+from ragblend.catalog.indexed_documents import IngestedFile
 from ragblend.chunker import Splitter
 from ragblend.corpus.citations import add_pages_and_headings
 from ragblend.corpus.documents import Document, FileDocuments

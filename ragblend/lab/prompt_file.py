@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.catalog.schema import text_id
 from ragblend.corpus.citations import describe_chunk
 from ragblend.engine.base import LocalEngine
@@ -73,21 +73,21 @@ def name_stored_chunks(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | 
 
     A report then has their sources. `index`: the documents that `ingest` read; None if the store has none.
     """
-    unnamed = {run.chunk_ids for run in engine.match(prompt).runs if run.chunk is None}
-    with open_registry(engine.store, create=False) as registry:
-        texts = registry.texts_with_ids(unnamed, engine.renderer.fingerprint, engine.namespace).values()
-        chunks = [*prompt.chunks, *_find_chunks(texts, registry, index).values()]
+    found = {run.chunk_ids for run in engine.match(prompt).runs if run.chunk is None}
+    with open_ledger(engine.store, create=False) as ledger:
+        texts = ledger.texts_with_ids(found, engine.renderer.fingerprint, engine.namespace).values()
+        chunks = [*prompt.chunks, *_find_chunks(texts, ledger, index).values()]
     if prompt.is_chat:
         return Prompt.from_messages(prompt.messages, prompt.tools, chunks)
     return Prompt.from_text(prompt.messages[0].content, chunks)
 
 
-def _find_chunks(texts: Collection[str], registry: ChunkRegistry, index: ChunkIndex | None) -> dict[str, Chunk]:
+def _find_chunks(texts: Collection[str], ledger: Ledger, index: ChunkIndex | None) -> dict[str, Chunk]:
     """Return for each text a chunk that has it. Its source is a file, else COLLECTION/ID, else ""."""
     indexed = index.find_chunks(texts) if index is not None else {}
     chunks = {}
     for text in texts:
-        owners = (key for key in registry.documents_of(text) if key.id not in ("", text_id(text)))
+        owners = (key for key in ledger.documents_of(text) if key.id not in ("", text_id(text)))
         names = (f"{key.collection}/{key.id}".lstrip("/") for key in owners)
         chunks[text] = indexed.get(text.strip()) or Chunk(text, next(names, ""))
     return chunks
@@ -123,9 +123,9 @@ def find_missed_reuse(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | N
         num_tokens, num_missed, _ = missed_part(text)
         return num_tokens - num_missed > max(0, num_tokens - EDGE - 1)
 
-    with open_registry(engine.store, create=False) as registry:
-        near = find_near_texts(registry.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
-        chunk_of = _find_chunks([each.text for each in near], registry, index)
+    with open_ledger(engine.store, create=False) as ledger:
+        near = find_near_texts(ledger.texts(), "\n\n".join(each.content for each in prompt.messages), is_matched)
+        chunk_of = _find_chunks([each.text for each in near], ledger, index)
         missed = []
         for each in near:
             chunk = chunk_of[each.text]
@@ -139,15 +139,15 @@ def find_missed_reuse(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | N
                     "num_tokens": num_tokens,
                     "num_missed_tokens": num_missed,
                     "missed": part,
-                    "reason": _reason(each, engine, registry),
+                    "reason": _reason(each, engine, ledger),
                 }
             )
         return missed
 
 
-def _reason(near: NearText, engine: LocalEngine, registry: ChunkRegistry) -> str:
+def _reason(near: NearText, engine: LocalEngine, ledger: Ledger) -> str:
     tokenizer = engine.renderer.fingerprint
-    owners = registry.tokenizers_and_namespaces_of(near.text)
+    owners = ledger.tokenizers_and_namespaces_of(near.text)
     namespaces = [namespace for owner, namespace in owners if owner == tokenizer]
     if engine.namespace in namespaces:
         same = (

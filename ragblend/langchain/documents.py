@@ -12,7 +12,7 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from ragblend.catalog.index_rows import LANGCHAIN_SOURCE
+from ragblend.catalog.indexed_documents import LANGCHAIN_SOURCE
 from ragblend.corpus.metadata import metadata_to_json
 from ragblend.errors import UsageError
 from ragblend.prompt.types import Chunk

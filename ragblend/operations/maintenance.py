@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ragblend.catalog.database import delete_catalog_files
-from ragblend.catalog.documents import IndexedDocuments
-from ragblend.catalog.registry import ChunkRegistry, catalog_location, has_registry, hash_ids, open_registry
-from ragblend.catalog.stored_documents import hash_token_ids, live_text_keys, open_store_documents
+from ragblend.catalog.ledger import Ledger, catalog_location, has_ledger, open_ledger
+from ragblend.catalog.stored_documents import open_store_ledgers
+from ragblend.catalog.token_ids import hash_ids
 from ragblend.engine.api import Engine
-from ragblend.engine.entry_records import run_deletions, schedule_deletions
+from ragblend.engine.deletions import run_deletions, schedule_deletions
 from ragblend.engine.store.disk import DiskStore, GcResult
 from ragblend.engine.store.eviction import NAME
 from ragblend.engine.store.format.kv import KVHeader
@@ -96,11 +95,11 @@ def verify_and_quarantine(
         if not result.ok:
             report.damaged[result.key] = result.reason
     report.damaged_files = {result.key: result.reason for result in disk.verify_metadata(calibration_problem)}
-    _verify_registry(disk, report)
+    _verify_ledger(disk, report)
     try:
         with open_index(store) as opened:
             opened.check_chunks()
-            is_checked = opened.registry.key == catalog_location(disk)
+            is_checked = opened.key == catalog_location(disk)
             report.index_problems = opened.find_search_problems() if is_checked else opened.find_problems()
     except NotFoundError:
         pass  # a store of framework documents has no index
@@ -112,11 +111,11 @@ def verify_and_quarantine(
 
 def _compare_with_documents(disk: DiskStore, report: VerifyReport) -> None:
     """Count the entries that no chunk needs, and the chunks without KV."""
-    if not has_registry(disk):
+    if not has_ledger(disk):
         return
     try:
-        with open_store_documents(disk) as (registry, index):
-            live = _LiveChunks(registry, index)
+        with open_store_ledgers(disk) as ledgers:
+            live = _LiveChunks(*ledgers)
             stored: set[tuple[str, bytes]] = set()
 
             def headers() -> Iterator[KVHeader]:
@@ -130,17 +129,17 @@ def _compare_with_documents(disk: DiskStore, report: VerifyReport) -> None:
         return
 
 
-def _verify_registry(disk: DiskStore, report: VerifyReport) -> None:
-    """Check the registry, and that every entry which it records as stored has a file."""
+def _verify_ledger(disk: DiskStore, report: VerifyReport) -> None:
+    """Check the ledger, and that every entry which it records as stored has a file."""
     try:
-        if not has_registry(disk):
+        if not has_ledger(disk):
             if next(disk.keys(), None) is not None:
                 report.damaged_files[CATALOG_FILE] = "the file is missing, so no stored chunk is found in prompts"
             return
-        with open_registry(disk) as registry:
-            problems = registry.find_problems()
+        with open_ledger(disk) as ledger:
+            problems = ledger.find_problems()
             stored = (
-                {} if registry.is_shared else registry.fingerprints_by_key()
+                {} if ledger.is_shared else ledger.fingerprints_by_key()
             )  # a fleet's entries are also on other disks
     except RagblendError as error:
         report.damaged_files[CATALOG_FILE] = str(error)
@@ -180,18 +179,18 @@ def repair_store(
     chunks = [] if index is None else list(index.chunks())
     lost = {*report.damaged, *report.missing} - {*done}
     indexed = {chunk.text.strip() for chunk in chunks}
-    with open_registry(engine.store) as registry:
-        texts = [*chunks, *(Chunk(text) for text in registry.texts() if text not in indexed)] if lost else []
+    with open_ledger(engine.store) as ledger:
+        texts = [*chunks, *(Chunk(text) for text in ledger.texts() if text not in indexed)] if lost else []
         again = [chunk for chunk in chunk_variants(texts, engine.context) if engine.key(chunk) in lost]
         repaired = precompute_chunks(
             [*chunks, *again],
             engine,
             progress,
             index=index,
-            texts_of=index.texts_to_register(indexed, registry) if index is not None else {},
-            registry=registry,
+            texts_of=index.texts_to_register(indexed, ledger) if index is not None else {},
+            ledger=ledger,
         )
-        stored = registry.fingerprints_by_key()
+        stored = ledger.fingerprints_by_key()
     if repaired.num_dropped:
         report.unrepaired.append(": ".join(repaired.failures[-1]))
     if disk is None:
@@ -233,21 +232,21 @@ def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: 
     still = {result.key for result in disk.verify_metadata(calibration_problem)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
-            with open_registry(disk) as registry:
-                report.unrepaired += [reason] * bool(registry.find_problems())
+            with open_ledger(disk) as ledger:
+                report.unrepaired += [reason] * bool(ledger.find_problems())
         elif place in still:
             disk.delete_metadata(place)
             report.dropped.append(f"{place} was removed; {_LOSS_MESSAGES[place.partition('/')[0]]}")
 
 
 def _record_stored(disk: DiskStore) -> None:
-    """Record all entries of the store in the registry."""
-    keys_by_fingerprint: dict[str, list[str]] = {}
+    """Record all entries of the store in the ledger."""
+    keys_of: dict[str, list[str]] = {}
     for header in disk.headers():
-        keys_by_fingerprint.setdefault(header.fingerprint, []).append(header.key)
-    with open_registry(disk) as registry:
-        for fingerprint, keys in keys_by_fingerprint.items():
-            registry.record_stored_entries(keys, fingerprint)
+        keys_of.setdefault(header.fingerprint, []).append(header.key)
+    with open_ledger(disk) as ledger:
+        for fingerprint, keys in keys_of.items():
+            ledger.record_stored_entries(keys, fingerprint)
 
 
 _LOSS_MESSAGES = {
@@ -286,65 +285,56 @@ def collect_garbage(
         if not dry_run:
             _unrecord_missing(disk)
         return result
-    if not has_registry(disk):
+    if not has_ledger(disk):
         raise NotFoundError(
             f"{store} has no {CATALOG_FILE}, so it is unknown which KV documents need; add the documents again, or run "
             "ragblend gc without --orphans"
         )
-    with open_store_documents(disk) as (registry, index):
-        live = _LiveChunks(registry, index)
+    with open_store_ledgers(disk) as (ledger, folder):
+        live = _LiveChunks(ledger, folder)
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), live))
             result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
-            pins = _stray_pins(disk, index, set(disk.keys()) - unwanted)
+            pins = _stray_pins(disk, folder, set(disk.keys()) - unwanted)
             return result._replace(pins=pins)
-        dropped, freed_bytes = _delete_orphans(disk, registry, index, live)
-        with _block_changes(registry, index):
+        dropped, freed_bytes = _delete_orphans(disk, ledger, folder, live)
+        with folder.write_transaction(), ledger.write_transaction():
             live.update()
-            registry.remove_ids_without_text()
-            pins = _stray_pins(disk, index, set(disk.keys()))
+            ledger.remove_ids_without_text()
+            pins = _stray_pins(disk, folder, set(disk.keys()))
             for name in pins:
                 disk.unpin(name)
-        registry.truncate_log()
+        ledger.truncate_log()
         result = disk.gc(max_bytes)
         _unrecord_missing(disk)
         evicted, freed_bytes = (*dropped, *result.evicted), freed_bytes + result.freed_bytes
     return result._replace(evicted=evicted, freed_bytes=freed_bytes, pins=pins)
 
 
-@contextmanager
-def _block_changes(registry: ChunkRegistry, index: IndexedDocuments | None) -> Iterator[None]:
-    """Inside the block, no other process can add a document. Keep it short."""
-    with index.write_transaction() if index is not None else nullcontext(), registry.write_transaction():
-        yield
-
-
-def _delete_orphans(
-    disk: DiskStore, registry: ChunkRegistry, index: IndexedDocuments | None, live: _LiveChunks
-) -> tuple[list[str], int]:
+def _delete_orphans(disk: DiskStore, ledger: Ledger, folder: Ledger, live: _LiveChunks) -> tuple[list[str], int]:
     """Delete the entries that no chunk needs. Return their keys and the freed bytes."""
     pending = list(_find_orphans(disk.headers(), live))
-    with _block_changes(registry, index):  # storing one of the entries later cancels its deletion
+    with folder.write_transaction(), ledger.write_transaction():  # storing an entry later cancels its deletion
         if live.update():
             pending = list(_find_orphans(filter(None, map(disk.header, pending)), live))
-        schedule_deletions(dict.fromkeys(pending, ""), disk, registry)
+        schedule_deletions(dict.fromkeys(pending, ""), disk, ledger)
     nbytes_of = {key: disk.file_bytes(key) for key in pending}
-    deleted = run_deletions(disk, registry)
+    deleted = run_deletions(disk, ledger)
     dropped = [key for key in pending if key in deleted]
     return dropped, sum(nbytes_of[key] for key in dropped)
 
 
 def _unrecord_missing(disk: DiskStore) -> None:
-    """Delete the registry's records of missing entries. It is the last step, so `verify` reports them after a kill."""
-    with open_registry(disk, create=False) as registry:
-        if gone := [key for key in registry.fingerprints_by_key() if not disk.has_file(key)]:
-            registry.remove_stored_entries(gone)
+    """Delete the ledger's records of missing entries. It is the last step, so `verify` reports them after a kill."""
+    with open_ledger(disk, create=False) as ledger:
+        if gone := [key for key in ledger.fingerprints_by_key() if not disk.has_file(key)]:
+            ledger.unrecord_stored_entries(gone)
 
 
-def _stray_pins(disk: DiskStore, index: IndexedDocuments | None, wanted: AbstractSet[str]) -> tuple[str, ...]:
+def _stray_pins(disk: DiskStore, folder: Ledger, wanted: AbstractSet[str]) -> tuple[str, ...]:
     """Return the pinned documents that are not indexed. Pins of keys in `wanted` are left out: users created them."""
-    named = set() if index is None else set(index.sources())
-    return tuple(name for name, keys in disk.pins().items() if name not in named and wanted.isdisjoint(keys))
+    indexed = set(folder.sources())
+    return tuple(name for name, keys in disk.pins().items() if name not in indexed and wanted.isdisjoint(keys))
 
 
 def _find_orphans(headers: Iterable[KVHeader], live: _LiveChunks) -> Iterator[str]:
@@ -369,23 +359,27 @@ def push_store(
 
 
 class _LiveChunks:
-    """The chunks that documents have, as the keys of their texts and the hashes of their token ids by any tokenizer."""
+    """The chunks that documents have, as the keys of their texts and the hashes of their token ids by any tokenizer.
 
-    def __init__(self, registry: ChunkRegistry, index: IndexedDocuments | None) -> None:
-        self._registry, self._index = registry, index
+    `ledger`, `folder`: see `catalog.stored_documents`.
+    """
+
+    def __init__(self, ledger: Ledger, folder: Ledger) -> None:
+        self._ledger, self._folder = ledger, folder
         self._state: object = None
         self.update()
 
     def update(self) -> bool:
         """Read the chunks again if another process may have changed them. Return True if so."""
-        index = self._index
-        state = (self._registry.change_counter(), None if index is None else index.registry.change_counter())
+        state = (self._ledger.change_counter(), self._folder.change_counter())
         if state == self._state:
             return False
         self._state = state
-        self.text_keys = live_text_keys(self._registry, index)
-        self.hashes_of = hash_token_ids(self._registry, self.text_keys)
-        self._hashes = {each for hashes in self.hashes_of.values() for each in hashes}
+        self.text_keys = self._ledger.text_keys() | self._folder.text_keys()
+        self.hashes_of: dict[bytes, set[tuple[str, bytes]]] = {}
+        for each in self._ledger.hash_token_ids(self.text_keys):
+            self.hashes_of.setdefault(each.text_key, set()).add((each.namespace, each.ids_hash))
+        self._hashes = set().union(*self.hashes_of.values())
         return True
 
     def need(self, header: KVHeader) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ragblend.catalog import sent_documents
-from ragblend.catalog.registry import ChunkRegistry, has_registry, open_registry
-from ragblend.catalog.stored_documents import StoredDocument, find_entries, find_text_keys, list_documents
+from ragblend.catalog.ledger import Ledger, has_ledger, open_ledger
+from ragblend.catalog.stored_documents import StoredDocument, list_added
 from ragblend.engine.store.disk import DiskStore
 
 
@@ -20,21 +19,21 @@ def make_sent_documents_pending(disk: DiskStore, lost: Collection[str]) -> tuple
 
     Return the number of these documents, and the keys in `lost` that the server computes again.
     """
-    if not lost or not has_registry(disk):
+    if not lost or not has_ledger(disk):
         return 0, set()
-    num_documents, keys = 0, set[str]()
-    with open_registry(disk) as registry:
-        for document in list_documents(registry, None):
-            if document.status == "stored" and (entries := _find_entries(document, registry).intersection(lost)):
-                body = {"chunks": sorted(registry.texts_of(document.key)), "adds": True}
-                num_documents += sent_documents.make_pending(registry, document.key, body)
-                keys |= entries
-        registry.remove_stored_entries(keys)
-    for key in keys:
+    num_documents, made_again = 0, set[str]()
+    with open_ledger(disk) as ledger:
+        for document in list_added(ledger):
+            if document.status == "stored" and (entries := _find_entries(document, ledger).intersection(lost)):
+                body = {"chunks": sorted(ledger.texts_of(document.key)), "adds": True}
+                num_documents += ledger.make_pending(document.key, body)
+                made_again |= entries
+        ledger.unrecord_stored_entries(made_again)
+    for key in made_again:
         disk.drop_unreadable(key)
-    return num_documents, keys
+    return num_documents, made_again
 
 
-def _find_entries(document: StoredDocument, registry: ChunkRegistry) -> set[str]:
-    keys = find_text_keys(document, registry, None)
-    return {entry for _, entries in find_entries(registry, [*keys], document.key.namespace) for entry in entries}
+def _find_entries(document: StoredDocument, ledger: Ledger) -> set[str]:
+    entries = ledger.entries_of_texts(ledger.text_keys_of(document.key), document.key.namespace)
+    return {entry for of_text in entries.values() for entry in of_text}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ragblend.catalog.database import resolve_catalog
-from ragblend.catalog.registry import register_shared_model
+from ragblend.catalog.ledger import register_shared_model
 from ragblend.config import Settings
 from ragblend.engine.load import find_store_model, register_model
 from ragblend.engine.store.disk import DiskStore

@@ -225,7 +225,7 @@ class ChunkRun:
     """A part of a chunk in a prompt: positions [start, end) of the prompt equal the chunk's ids from `chunk_start` on.
 
     `chunk`: the Chunk, if the prompt names it, else None. `document`: the id of a document that contains the chunk
-    according to the registry; "" if unknown. `variant`: the stored variant whose KV is used; None before the lookup,
+    according to the ledger; "" if unknown. `variant`: the stored variant whose KV is used; None before the lookup,
     and for a chunk that is not stored.
     """
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from ragblend.catalog.registry import open_registry
-from ragblend.engine.entry_records import run_deletions, schedule_deletions
+from ragblend.catalog.ledger import open_ledger
+from ragblend.engine.deletions import run_deletions, schedule_deletions
 from ragblend.engine.namespaces import equals_ignoring_salt
 from ragblend.engine.store.disk import DiskStore, StoreEntry
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -130,9 +130,9 @@ def _clear_namespace(store: TieredStore, namespace: str) -> dict[str, Any]:
             num_unread += kv is None
             if kv is not None and equals_ignoring_salt(kv.header.namespace, namespace):
                 keys.add(key)
-    with open_registry(store) as registry:
-        schedule_deletions(dict.fromkeys(keys, ""), store, registry)
-        num_removed = len(run_deletions(store, registry))
+    with open_ledger(store) as ledger:
+        schedule_deletions(dict.fromkeys(keys, ""), store, ledger)
+        num_removed = len(run_deletions(store, ledger))
     store.delete_everywhere((), whole_namespace=namespace)  # entries that only other machines have
     log_change("clear", namespace, "", (), num_kv=num_removed)
     return {"num_removed": num_removed, "num_unread": num_unread}

@@ -19,8 +19,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from ragblend.catalog import sent_documents
-from ragblend.catalog.database import Catalog, resolve_catalog
+from ragblend.catalog.database import resolve_catalog
+from ragblend.catalog.ledger import Ledger
 from ragblend.errors import RagblendError
 from ragblend.server.limits import MAX_WAITING, MAX_WAITING_CHARS
 
@@ -40,7 +40,7 @@ class DocumentMetrics:
         from prometheus_client import Gauge
 
         self._place, self._by_namespace = resolve_catalog(root, catalog), by_namespace
-        self._catalog: Catalog | None = None
+        self._ledger: Ledger | None = None
         self._marks = deque[tuple[float, int]]()  # times, and the highest number of a document at that time
         self._known = set[str]()  # namespaces with series
 
@@ -77,9 +77,9 @@ class DocumentMetrics:
         if isinstance(self._place, Path) and not self._place.exists():
             return  # a store whose folder was deleted; opening the catalogue would create it
         try:
-            if self._catalog is None:
-                self._catalog = Catalog(self._place)
-            backlogs, highest = sent_documents.backlogs(self._catalog, by_namespace=self._by_namespace)
+            if self._ledger is None:
+                self._ledger = Ledger(self._place)
+            backlogs, highest = self._ledger.backlogs(by_namespace=self._by_namespace)
         except RagblendError as error:
             log.info("the metrics of documents are not updated: %s", error)
             self._unreachable.set(1)

@@ -24,18 +24,16 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from ragblend.catalog import sent_documents
 from ragblend.catalog.database import resolve_catalog
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.catalog.schema import DocumentKey, SentDocumentCounts
 from ragblend.catalog.sent_documents import (
     LEASE_S,
-    Leases,
     SentDocument,
     WaitingDocument,
     lease_name,
 )
-from ragblend.catalog.stored_documents import StoredDocument, list_documents, open_store_documents
+from ragblend.catalog.stored_documents import StoredDocument, list_documents, open_store_ledgers
 from ragblend.corpus.documents import has_visible_text
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -98,7 +96,7 @@ class DocumentIngester:
         catalog: str | None = None,
     ) -> None:
         self._place = resolve_catalog(root, catalog)
-        self._held, self._renew_at_s = set[str](), 0.0
+        self._leased_names, self._renew_at_s = set[str](), 0.0
         self._root, self._lock_path = root, root / LOCK_FILE
         self._make_engine, self._describe = make_engine, describe
         self._engines: dict[str, Engine] = {}
@@ -115,16 +113,12 @@ class DocumentIngester:
             log.warning("documents are neither accepted nor stored until the catalogue answers: %s", error)
 
     @cached_property
-    def _registry(self) -> ChunkRegistry:
-        return ChunkRegistry(self._place)
-
-    @cached_property
-    def _leases(self) -> Leases | None:
-        return Leases(str(self._place)) if self._registry.is_shared else None
+    def _ledger(self) -> Ledger:
+        return Ledger(self._place)
 
     @cached_property
     def _backlog(self) -> Backlog:
-        return Backlog(self._registry)
+        return Backlog(self._ledger)
 
     def start(self) -> None:
         """Start the thread that stores waiting documents."""
@@ -148,7 +142,7 @@ class DocumentIngester:
         Raises BacklogFullError if too many documents of the namespace wait (see `Backlog`).
         """
         self._backlog.add(namespace, documents)
-        ingestion, replaced = sent_documents.add(self._registry, namespace, documents)
+        ingestion, replaced = self._ledger.add_sent(namespace, documents)
         self._wake.set()
         new = {each.id for each in documents}.difference(replaced)
         log_change("add", namespace, documents[0].collection, sorted(new))
@@ -166,10 +160,10 @@ class DocumentIngester:
             self._num_removing += 1
         try:
             with self._alone(_REMOVAL_WAIT_S):
-                with open_store_documents(self._engine(namespace).store) as (registry, indexed):
-                    listed = list_documents(registry, indexed, namespace, collection)
+                with open_store_ledgers(self._engine(namespace).store) as ledgers:
+                    stored = list_documents(*ledgers, namespace, collection)
                 wanted = None if ids is None else {*ids}
-                chosen = [each for each in listed if wanted is None or each.key.id in wanted]
+                chosen = [each for each in stored if wanted is None or each.key.id in wanted]
                 num_removed = 0
                 for start in range(0, len(chosen), _REMOVAL_BATCH):
                     batch = chosen[start : start + _REMOVAL_BATCH]
@@ -184,7 +178,7 @@ class DocumentIngester:
     def _remove_batch(self, namespace: str, collection: str, documents: Sequence[StoredDocument]) -> int:
         """Remove documents of one collection. Return the number of deleted entries."""
         ids = [each.key.id for each in documents]
-        sent_documents.begin_removal(self._registry, namespace, collection, ids)
+        self._ledger.begin_removal(namespace, collection, ids)
         names = [lease_name(namespace, collection, each) for each in ids]
         with self._leased(names, _REMOVAL_WAIT_S) as leased:
             if len(leased) < len({*names}):
@@ -192,7 +186,7 @@ class DocumentIngester:
             has_indexed = any(each.index_source for each in documents)
             with open_index(self._root) if has_indexed else nullcontext() as index:
                 removal = remove_stored_documents(documents, self._engine(namespace), index)
-            sent_documents.remove(self._registry, namespace, collection, ids)
+            self._ledger.end_removal(namespace, collection, ids)
             return removal.num_kv
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
@@ -204,10 +198,8 @@ class DocumentIngester:
         if storing != namespace:  # clients do not learn about other namespaces
             done = total = 0
         return {
-            "collections": sent_documents.status_counts(self._registry, namespace, collection, ingestion),
-            "reasons": sent_documents.documents_with_reason(
-                self._registry, namespace, collection, ingestion, MAX_REASONS
-            ),
+            "collections": self._ledger.status_counts(namespace, collection, ingestion),
+            "reasons": self._ledger.list_reasons(namespace, collection, ingestion, MAX_REASONS),
             "batch": {"num_done": done, "num_chunks": total},
         }
 
@@ -217,20 +209,20 @@ class DocumentIngester:
         Documents that were ingested into the store without the server are included.
         """
         engine = self._engine(namespace)
-        with open_store_documents(engine.store) as (registry, index):
-            listed = list_documents(registry, index, namespace, collection, after=after, limit=limit + 1)
-            listing = describe_documents(listed[:limit], engine.store.find_tier(DiskStore), registry, index)
-        cursor = json.dumps(listed[limit - 1].key[:2]) if len(listed) > limit else ""
+        with open_store_ledgers(engine.store) as ledgers:
+            documents = list_documents(*ledgers, namespace, collection, after=after, limit=limit + 1)
+            listing = describe_documents(documents[:limit], engine.store.find_tier(DiskStore), *ledgers)
+        cursor = json.dumps(documents[limit - 1].key[:2]) if len(documents) > limit else ""
         return {"documents": [asdict(each) for each in listing.documents], "next": cursor}
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
         """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""
-        document = sent_documents.get(self._registry, namespace, collection, document_id)
+        document = self._ledger.sent_document(namespace, collection, document_id)
         if document is None:
             raise NotFoundError(f"there is no document {document_id!r} in the collection {collection!r}")
         engine = self._engine(namespace)
-        with open_registry(engine.store) as registry:
-            texts = registry.texts_of(DocumentKey(collection, document_id, namespace))
+        with open_ledger(engine.store) as ledger:
+            texts = ledger.texts_of(DocumentKey(collection, document_id, namespace))
         return {**document, "num_kv": len(stored_keys([Chunk(text) for text in texts], engine))}
 
     # -- storing
@@ -255,8 +247,8 @@ class DocumentIngester:
         self._check_interrupted()
         try:
             with self._alone(0.0):
-                most = _BATCH if self._leases is None else _SHARED_BATCH
-                batch = sent_documents.next_waiting(self._registry, most, _BATCH_CHARS, self._taken(), after=self._turn)
+                most = _SHARED_BATCH if self._ledger.is_shared else _BATCH
+                batch = self._ledger.next_waiting(most, _BATCH_CHARS, self._taken(), after=self._turn)
                 self._turn_at_s = time.monotonic() + _TURN_S
                 self._store_leased(batch)
                 return bool(batch)
@@ -272,7 +264,7 @@ class DocumentIngester:
         self._turn = batch[0].namespace
         with self._leased([row.lease_name for row in batch]) as leased:
             chosen = [row for row in batch if row.lease_name in leased]
-            mine = sent_documents.still_waiting(self._registry, chosen)
+            mine = self._ledger.still_waiting(chosen)
             if mine:
                 self._store(mine)
 
@@ -281,8 +273,8 @@ class DocumentIngester:
         self._turn_at_s = math.inf  # the documents of this turn give none
         progress = self._progress
         try:
-            batch = sent_documents.next_waiting(
-                self._registry, _SHARED_BATCH, _TURN_CHARS, self._taken(), after=self._turn, but=namespace
+            batch = self._ledger.next_waiting(
+                _SHARED_BATCH, _TURN_CHARS, self._taken(), after=self._turn, but=namespace
             )
             if len(batch) > 1 or (batch and len(str(batch[0].body)) <= _TURN_CHARS):
                 self._store_leased(batch)
@@ -292,7 +284,7 @@ class DocumentIngester:
             self._progress, self._turn_at_s = progress, time.monotonic() + _TURN_S
 
     def _taken(self) -> Collection[str]:
-        return () if self._leases is None else self._leases.leased_by_others()
+        return self._ledger.leased_by_others() if self._ledger.is_shared else ()
 
     def _store(self, rows: Sequence[WaitingDocument]) -> None:
         """Chunk, register and prefill documents of one collection, and record the result for each of them."""
@@ -319,7 +311,7 @@ class DocumentIngester:
             if len(rows) == 1:
                 log.warning("the document %r of the collection %r is not stored: %s", first.id, first.collection, error)
                 reason = self._describe(error)
-                sent_documents.record_outcome(self._registry, first, SentDocumentCounts(), reason, is_stored=False)
+                self._ledger.record_outcome(first, SentDocumentCounts(), reason, is_stored=False)
                 return
             for row in rows:
                 self._store([row])
@@ -340,7 +332,7 @@ class DocumentIngester:
                 reason = _explain_dropped(stored, engine, report) or reason
             if not has_all and not all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore)):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
-            sent_documents.record_outcome(self._registry, row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
+            self._ledger.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
         if stage == "push":  # its entries go to the remote tier, which may take long
@@ -393,25 +385,25 @@ class DocumentIngester:
         If another server has removed the chunk since, its KV is deleted before the next chunk is prefilled. After a
         kill, no later call would delete it.
         """
-        if self._leases is None:
+        if not self._ledger.is_shared:
             return engine.precompute(chunk)
         name = f"kv {engine.key(chunk)}"
-        while not self._leases.take([name]):
+        while not self._ledger.take_leases([name]):
             self._check_interrupted()
             time.sleep(0.05)
             self._renew_leases()
         try:
             if nbytes := engine.precompute(chunk):
                 try:
-                    with open_registry(engine.store) as registry:
-                        delete_stale_kv([chunk], engine, registry)
+                    with open_ledger(engine.store) as ledger:
+                        delete_stale_kv([chunk], engine, ledger)
                 except BackendUnreachableError:
                     engine.store.delete_everywhere([engine.key(chunk)])  # it is computed again
                     raise
             return nbytes
         finally:
             with suppress(BackendUnreachableError):
-                self._leases.release([name])
+                self._ledger.release_leases([name])
 
     # -- helpers
 
@@ -430,24 +422,24 @@ class DocumentIngester:
     @contextmanager
     def _leased(self, names: Sequence[str], timeout_s: float = 0.0) -> Iterator[set[str]]:
         """Hold leases on those of the documents that other servers release within `timeout_s`. Yield their names."""
-        if self._leases is None:
+        if not self._ledger.is_shared:
             yield {*names}
             return
         end_s = time.monotonic() + timeout_s
-        while len(leased := self._leases.take(names)) < len({*names}) and time.monotonic() < end_s:
+        while len(leased := self._ledger.take_leases(names)) < len({*names}) and time.monotonic() < end_s:
             time.sleep(0.1)
-        self._held, self._renew_at_s = self._held | leased, time.monotonic() + LEASE_S / 4
+        self._leased_names, self._renew_at_s = self._leased_names | leased, time.monotonic() + LEASE_S / 4
         try:
             yield leased
         finally:
-            self._held = self._held - leased
+            self._leased_names = self._leased_names - leased
             with suppress(BackendUnreachableError):  # leases expire
-                self._leases.release(leased)
+                self._ledger.release_leases(leased)
 
     def _renew_leases(self) -> None:
-        if self._held and self._leases is not None and time.monotonic() > self._renew_at_s:
+        if self._leased_names and time.monotonic() > self._renew_at_s:
             self._renew_at_s = time.monotonic() + LEASE_S / 4
-            if self._leases.take(self._held) < self._held:
+            if self._ledger.take_leases(self._leased_names) < self._leased_names:
                 raise _InterruptedError  # a lease has expired, and another process has taken it
 
     @contextmanager

@@ -17,8 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ragblend.catalog import sent_documents
-from ragblend.catalog.database import Catalog
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.errors import BacklogFullError
 
@@ -156,8 +155,8 @@ async def _refuse(send: Send, error: _RefusedError) -> None:
 class Backlog:
     """Counts of the documents in a catalogue that wait, by namespace. Thread-safe."""
 
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._counts: dict[str, tuple[float, int, int]] = {}  # time of the count, documents, characters
         self._lock = threading.Lock()
 
@@ -172,7 +171,7 @@ class Backlog:
             now_s = time.monotonic()
             counted_s, num_documents, num_chars = self._counts.get(namespace, (-math.inf, 0, 0))
             if now_s - counted_s > RETRY_AFTER_S / 2:
-                counted_s, (num_documents, num_chars) = now_s, sent_documents.count_waiting(self._catalog, namespace)
+                counted_s, (num_documents, num_chars) = now_s, self._ledger.count_waiting(namespace)
             new_chars = sum(len(str(document.body)) for document in documents)
             is_full = num_documents + len(documents) > MAX_WAITING or num_chars + new_chars > MAX_WAITING_CHARS
             if num_documents and is_full:

@@ -23,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -179,8 +179,8 @@ def _remote_state(tiers: Sequence[RemoteStore]) -> str:
 
 def _catalog_state(store: KVStore) -> str:
     try:
-        with open_registry(store, create=False) as registry:  # a deleted folder is not created again
-            registry.change_counter()
+        with open_ledger(store, create=False) as ledger:  # a deleted folder is not created again
+            ledger.change_counter()
     except BackendUnreachableError:
         return "unreachable"
     return "ok"

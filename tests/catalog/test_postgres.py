@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 
 import psycopg
@@ -19,7 +19,7 @@ from tier_support import run_threads
 
 from ragblend import Prompt, load_engine
 from ragblend.catalog.database import resolve_catalog
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import SCHEMA_VERSION, DocumentKey
 from ragblend.engine import matching
 from ragblend.engine.matching import KnownChunks
@@ -54,9 +54,10 @@ def execute(url: str, *statements: str) -> None:
             connection.execute(statement)
 
 
-def interrupted(text: str) -> Iterator[str]:
-    yield text
-    raise KeyboardInterrupt
+def write_and_interrupt(ledger: Ledger) -> None:
+    with ledger.write_transaction():
+        ledger.add_texts({DOC: {"b": 0}})
+        raise KeyboardInterrupt
 
 
 def refused(kind: type[BaseException], call: Callable[[], object], *words: str) -> str:
@@ -74,80 +75,80 @@ def refused(kind: type[BaseException], call: Callable[[], object], *words: str) 
 
 
 def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_catalog):
-    one, other = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
+    one, other = Ledger(shared_catalog), Ledger(shared_catalog)
     versions = [one.change_counter()]
     for change in (
-        lambda: other.add(["a"], DOC),
+        lambda: other.add_texts({DOC: {"a": 0}}),
         lambda: other.add_ids([("a", IDS)], "t", ""),
         lambda: other.record_entry_chunk("0" * 32, IDS, ""),
-        lambda: one.remove_from_documents({DOC: ["a"]}, ""),
+        lambda: one.remove_texts({DOC: ["a"]}, ""),
     ):
         change()
         versions.append(one.change_counter())
         assert one.change_counter() == versions[-1]
     assert len({*versions}) == 5
-    refused(KeyboardInterrupt, lambda: other.add(interrupted("b"), DOC))  # inside of its transaction
-    assert (one.change_counter(), len(one)) == (versions[-1], 0)
+    refused(KeyboardInterrupt, lambda: write_and_interrupt(other))
+    assert (one.change_counter(), list(one.texts())) == (versions[-1], [])
 
 
 def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog):
     code = (
-        "import sys; from ragblend.catalog.registry import ChunkRegistry; from ragblend.catalog.schema import *\n"
-        "ChunkRegistry(sys.argv[1]).add([sys.argv[2]], DocumentKey('notes', '1'))"
+        "import sys; from ragblend.catalog.ledger import Ledger; from ragblend.catalog.schema import *\n"
+        "Ledger(sys.argv[1]).add_texts({DocumentKey('notes', '1'): {sys.argv[2]: 0}})"
     )
     running = [subprocess.Popen([sys.executable, "-c", code, shared_catalog, str(n)]) for n in range(4)]
     assert [process.wait(60) for process in running] == [0] * 4
-    assert len(ChunkRegistry(shared_catalog)) == 4
+    assert len({*Ledger(shared_catalog).texts()}) == 4
 
 
 def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog):
-    registry = ChunkRegistry(shared_catalog)
+    ledger = Ledger(shared_catalog)
     code = (
-        "import sys, time; from ragblend.catalog.registry import ChunkRegistry\n"
+        "import sys, time; from ragblend.catalog.ledger import Ledger\n"
         "from ragblend.catalog.schema import DocumentKey\n"
-        "with (r := ChunkRegistry(sys.argv[1]))._write():\n"
-        "    r.add(['half'], DocumentKey('notes', '1')); print('in', flush=True); time.sleep(60)\n"
+        "with (r := Ledger(sys.argv[1])).write_transaction():\n"
+        "    r.add_texts({DocumentKey('notes', '1'): {'half': 0}}); print('in', flush=True); time.sleep(60)\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, shared_catalog], stdout=subprocess.PIPE)
     assert writer.stdout.readline() == b"in\n"
     writer.kill()
     writer.wait()
-    assert registry.add(["whole"], DOC) == 1
-    assert list(registry.texts()) == ["whole"]
+    assert ledger.add_texts({DOC: {"whole": 0}}) == 1
+    assert list(ledger.texts()) == ["whole"]
 
 
 def test_a_forked_process_has_connections_of_its_own(shared_catalog):
-    registry = ChunkRegistry(shared_catalog)
-    registry.add(["parent"], DOC)
-    child = multiprocessing.get_context("fork").Process(target=registry.add, args=(["child"], DOC))
+    ledger = Ledger(shared_catalog)
+    ledger.add_texts({DOC: {"parent": 0}})
+    child = multiprocessing.get_context("fork").Process(target=ledger.add_texts, args=({DOC: {"child": 0}},))
     child.start()
     child.join(60)
     assert child.exitcode == 0
-    registry.add(["parent again"], DOC)
-    assert list(registry.texts()) == ["parent", "child", "parent again"]
+    ledger.add_texts({DOC: {"parent again": 0}})
+    assert list(ledger.texts()) == ["parent", "child", "parent again"]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGQUIT, signal.SIGKILL])
 def test_a_server_that_was_restarted_is_found_again_by_the_next_call(own_server, stop):
-    registry = ChunkRegistry(own_server.url)
-    registry.add(["before"], DOC)
+    ledger = Ledger(own_server.url)
+    ledger.add_texts({DOC: {"before": 0}})
     own_server.stop(stop)
     for _ in range(2):
         refused(
             BackendUnreachableError,
-            lambda: registry.add(["during the outage"], DOC),
+            lambda: ledger.add_texts({DOC: {"during the outage": 0}}),
             "127.0.0.1",
             "/postgres",
             "refused",
         )
     own_server.start()
-    assert registry.add(["after"], DOC) == 1
-    assert list(registry.texts()) == ["before", "after"]
+    assert ledger.add_texts({DOC: {"after": 0}}) == 1
+    assert list(ledger.texts()) == ["before", "after"]
 
 
 def test_restarts_under_use_lose_nothing_that_was_written(own_server):
     """Threads add numbered texts, and each again until it is written, while the server is killed five times."""
-    registry, stopped, failures = ChunkRegistry(own_server.url), threading.Event(), [0]
+    ledger, stopped, failures = Ledger(own_server.url), threading.Event(), [0]
     done: list[str] = []
 
     def work(thread: int) -> None:
@@ -155,7 +156,7 @@ def test_restarts_under_use_lose_nothing_that_was_written(own_server):
         while not stopped.is_set():
             text = f"text {number} of thread {thread}"
             try:
-                registry.add([text], DocumentKey("notes", str(thread)))
+                ledger.add_texts({DocumentKey("notes", str(thread)): {text: 0}})
             except BackendUnreachableError:
                 failures[0] += 1
                 time.sleep(0.05)
@@ -174,16 +175,16 @@ def test_restarts_under_use_lose_nothing_that_was_written(own_server):
     stopped.set()
     for thread in threads:
         thread.join()
-    assert set(done) <= {*registry.texts()}
-    assert len(registry) <= len(done) + 3, "one may be written whose answer was lost"
+    assert set(done) <= {*ledger.texts()}
+    assert len({*ledger.texts()}) <= len(done) + 3, "one may be written whose answer was lost"
     assert failures[0] >= 5
-    assert registry.find_problems() == []
+    assert ledger.find_problems() == []
     print(f"{len(done)} texts written, {failures[0]} failed calls, 5 restarts, 0 lost")
 
 
 def test_prompts_are_matched_again_after_an_outage_and_meanwhile_wait_for_nothing(own_server, caplog, monkeypatch):
     monkeypatch.setattr(matching, "_OUTAGE_PAUSE_S", 0.5)
-    known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
+    known = KnownChunks(Ledger(own_server.url), "t", "")
     known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
     own_server.stop(signal.SIGKILL)
@@ -234,8 +235,8 @@ def test_a_vllm_scheduler_started_during_an_outage_finds_chunks_after_it(own_ser
         assert len(lookup.candidate_keys(ids, "")) == 1
 
 
-def test_a_silent_server_delays_the_first_prompt_by_a_second_only(own_server, caplog):
-    known = KnownChunks(ChunkRegistry(own_server.url), "t", "")
+def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(own_server, caplog):
+    known = KnownChunks(Ledger(own_server.url), "t", "")
     known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
     with own_server.frozen():
@@ -247,54 +248,54 @@ def test_a_silent_server_delays_the_first_prompt_by_a_second_only(own_server, ca
         assert time.monotonic() - start_s < first_s + 0.2
     (said,) = [record.getMessage() for record in caplog.records if record.name == matching.__name__]
     assert "no answer within 1 s" in said
-    registry = ChunkRegistry(own_server.url)
-    assert registry.has_ids("text", "t", "")
+    ledger = Ledger(own_server.url)
+    assert ledger.has_ids("text", "t", "")
 
 
 def test_a_writer_that_does_not_end_is_reported(shared_catalog, monkeypatch):
     from ragblend.catalog import postgres
 
     monkeypatch.setattr(postgres, "LOCK_TIMEOUT_S", 0.5)
-    holder, registry = ChunkRegistry(shared_catalog), ChunkRegistry(shared_catalog)
+    holder, ledger = Ledger(shared_catalog), Ledger(shared_catalog)
     for engine in postgres._ENGINES:
         engine.dispose()  # connections know their time limit
-    with holder._write():
-        refused(RagblendError, lambda: registry.add(["text"], DOC), "another process is writing the catalogue")
-        assert len(registry) == 0, "reads do not wait"
-    assert registry.add(["text"], DOC) == 1
+    with holder.write_transaction():
+        refused(RagblendError, lambda: ledger.add_texts({DOC: {"text": 0}}), "another process is writing the catalogue")
+        assert not {*ledger.texts()}, "reads do not wait"
+    assert ledger.add_texts({DOC: {"text": 0}}) == 1
 
 
 def test_who_may_not_open_it_is_told_what_to_correct(postgres):
     wrong = postgres.replace("hush%2Fhush", "other%2Fsecret")
     PIECES.extend(["other/secret", "other%2Fsecret", "secret"])
-    text = refused(BackendUnreachableError, lambda: ChunkRegistry(wrong), "rejects the connection", "password")
+    text = refused(BackendUnreachableError, lambda: Ledger(wrong), "rejects the connection", "password")
     assert "postgresql://***@127.0.0.1" in text
     missing = postgres.removesuffix("/postgres") + "/nowhere"
-    refused(BackendUnreachableError, lambda: ChunkRegistry(missing), "rejects the connection", "nowhere")
+    refused(BackendUnreachableError, lambda: Ledger(missing), "rejects the connection", "nowhere")
     unused_port = "postgresql://user:hush%2Fhush@127.0.0.1:1/postgres"
-    refused(BackendUnreachableError, lambda: ChunkRegistry(unused_port), "does not answer", "refused", "127.0.0.1:1")
+    refused(BackendUnreachableError, lambda: Ledger(unused_port), "does not answer", "refused", "127.0.0.1:1")
     unknown = "postgresql://user:hush%2Fhush@nowhere.invalid/postgres"
-    refused(BackendUnreachableError, lambda: ChunkRegistry(unknown), "nowhere.invalid")
-    refused(UsageError, lambda: ChunkRegistry(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")
+    refused(BackendUnreachableError, lambda: Ledger(unknown), "nowhere.invalid")
+    refused(UsageError, lambda: Ledger(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")
 
 
-def test_a_read_only_user_and_a_full_database_are_different_errors(own_server):
-    registry = ChunkRegistry(own_server.url)
-    registry.add(["text"], DOC)
+def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(own_server):
+    ledger = Ledger(own_server.url)
+    ledger.add_texts({DOC: {"text": 0}})
     execute(
         own_server.url,
         f"CREATE ROLE reader LOGIN PASSWORD '{PASSWORD}'",
         "GRANT SELECT ON ALL TABLES IN SCHEMA public TO reader",
     )
-    reader = ChunkRegistry(own_server.url.replace("://ragblend:", "://reader:"))
+    reader = Ledger(own_server.url.replace("://ragblend:", "://reader:"))
     assert list(reader.texts()) == ["text"]
-    refused(StoreNotWritableError, lambda: reader.add(["more"], DOC), "cannot be written")
+    refused(StoreNotWritableError, lambda: reader.add_texts({DOC: {"more": 0}}), "cannot be written")
     execute(own_server.url, "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE "
         "'could not extend file: No space left on device' USING ERRCODE = '53100'; END $$",
         "CREATE TRIGGER full_disk BEFORE INSERT ON texts EXECUTE FUNCTION full_disk()")  # fmt: skip
-    refused(StoreFullError, lambda: registry.add(["more"], DOC), "has no free space", "No space left on device")
+    refused(StoreFullError, lambda: ledger.add_texts({DOC: {"more": 0}}), "has no free space", "No space left")
     execute(own_server.url, "DROP TRIGGER full_disk ON texts")
-    assert registry.add(["more"], DOC) == 1
+    assert ledger.add_texts({DOC: {"more": 0}}) == 1
 
 
 def test_all_connections_taken_is_named(own_server):
@@ -305,41 +306,41 @@ def test_all_connections_taken_is_named(own_server):
     )
     url = own_server.url.replace("://ragblend:", "://one:")
     with psycopg.connect(url):
-        refused(BackendUnreachableError, lambda: ChunkRegistry(url), "rejects the connection", "max_connections")
+        refused(BackendUnreachableError, lambda: Ledger(url), "rejects the connection", "max_connections")
 
 
 def test_tables_of_another_version_or_of_others_are_refused(postgres):
     with fresh_schema(postgres) as url:
-        ChunkRegistry(url)
+        Ledger(url)
         execute(url, "UPDATE facts SET value = '0' WHERE name = 'schema'")
         from ragblend.catalog import postgres as dialect
 
-        refused(StoreMismatchError, lambda: ChunkRegistry(url), "a catalogue of version 0")
+        refused(StoreMismatchError, lambda: Ledger(url), "a catalogue of version 0")
         made = f"UPDATE facts SET value = '{SCHEMA_VERSION}' WHERE name = 'schema'"
         execute(url, made, "DROP TABLE texts CASCADE")
-        refused(StoreMismatchError, lambda: len(ChunkRegistry(url)), "not a catalogue, its tables differ")
+        refused(StoreMismatchError, lambda: Ledger(url).text_keys(), "not a catalogue, its tables differ")
         assert dialect.is_postgres_url(url)
-    refused(StoreNotWritableError, lambda: ChunkRegistry(f"{postgres}?options=-csearch_path%3Dnone"), "schema")
+    refused(StoreNotWritableError, lambda: Ledger(f"{postgres}?options=-csearch_path%3Dnone"), "schema")
 
 
 def test_two_schemas_of_a_database_are_two_catalogues(postgres):
     with fresh_schema(postgres) as one, fresh_schema(postgres) as other:
-        ChunkRegistry(one).add(["of one"], DOC)
-        ChunkRegistry(other).add(["of the other"], DOC)
-        assert list(ChunkRegistry(one).texts()) == ["of one"]
-        assert list(ChunkRegistry(other).texts()) == ["of the other"]
+        Ledger(one).add_texts({DOC: {"of one": 0}})
+        Ledger(other).add_texts({DOC: {"of the other": 0}})
+        assert list(Ledger(one).texts()) == ["of one"]
+        assert list(Ledger(other).texts()) == ["of the other"]
 
 
 def test_a_catalogue_has_the_documents_of_one_model_unless_another_is_added(shared_catalog, tmp_path):
     with load_engine("demo", tmp_path / "one", catalog=shared_catalog):
         pass
-    with ChunkRegistry(shared_catalog) as registry:
-        refused(StoreMismatchError, lambda: registry.add_model("f" * 8, "other", new_model=False), "demo", "other")
-        registry.add_model("f" * 8, "other", new_model=True)
-        registry.add_model("f" * 8, "other", new_model=False)
+    with Ledger(shared_catalog) as ledger:
+        refused(StoreMismatchError, lambda: ledger.add_model("f" * 8, "other", new_model=False), "demo", "other")
+        ledger.add_model("f" * 8, "other", new_model=True)
+        ledger.add_model("f" * 8, "other", new_model=False)
     with load_engine("demo", tmp_path / "two", catalog=shared_catalog) as engine:
         engine.precompute("A text.")
-        assert list(engine.known_chunks._registry.fingerprints_by_key()) == []
+        assert list(engine.known_chunks._ledger.fingerprints_by_key()) == []
     assert not (tmp_path / "two" / CATALOG_FILE).exists()
 
 
@@ -355,7 +356,7 @@ def test_a_catalogue_is_where_settings_say(tmp_path, monkeypatch):
 
 
 def test_a_text_that_differs_from_its_key_is_found(shared_catalog):
-    registry = ChunkRegistry(shared_catalog)
-    registry.add(["text"], DOC)
+    ledger = Ledger(shared_catalog)
+    ledger.add_texts({DOC: {"text": 0}})
     execute(shared_catalog, "UPDATE texts SET text = 'another'")
-    assert [problem.rpartition(": ")[2] for problem in registry.find_problems()] == ["1 texts differ from their keys"]
+    assert [problem.rpartition(": ")[2] for problem in ledger.find_problems()] == ["1 texts differ from their keys"]

@@ -1,62 +1,55 @@
 from __future__ import annotations
 
-from ragblend.catalog import sent_documents
-from ragblend.catalog.database import Catalog
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import SentDocumentCounts
 from ragblend.catalog.sent_documents import SentDocument
 
 
-def send(table: Catalog, *ids: str, namespace: str = "", text: str = "text") -> str:
-    return sent_documents.add(
-        table, namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids]
-    )[0]
+def send(table: Ledger, *ids: str, namespace: str = "", text: str = "text") -> str:
+    return table.add_sent(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])[0]
 
 
-def test_documents_of_a_collection_are_processed_in_the_order_sent(kept_place):
-    with Catalog(kept_place) as table:
+def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place):
+    with Ledger(kept_place) as table:
         send(table, "1", "2")
         send(table, "3", namespace="tenant")
         send(table, "1", text="of another version")
-        assert [each.id for each in sent_documents.next_waiting(table, 10, 1000, after="tenant")] == ["2", "1"]
-        assert [each.id for each in sent_documents.next_waiting(table, 1, 1000, after="tenant")] == ["2"]
-        assert [each.id for each in sent_documents.next_waiting(table, 10, 1, after="tenant")] == ["2"], (
-            "the first however long it is"
-        )
-        assert [each.id for each in sent_documents.next_waiting(table, 10, 1000, after="")] == ["3"], (
-            "the next namespace has its turn"
-        )
+        assert [each.id for each in table.next_waiting(10, 1000, after="tenant")] == ["2", "1"]
+        assert [each.id for each in table.next_waiting(1, 1000, after="tenant")] == ["2"]
+        assert [each.id for each in table.next_waiting(10, 1, after="tenant")] == ["2"], "the first however long it is"
+        assert [each.id for each in table.next_waiting(10, 1000, after="")] == ["3"], "the next namespace has its turn"
 
 
 def test_what_was_sent_again_meanwhile_is_not_finished(kept_place):
-    with Catalog(kept_place) as table, Catalog(kept_place) as other:
+    with Ledger(kept_place) as table, Ledger(kept_place) as other:
         send(table, "1")
-        (first,) = sent_documents.next_waiting(table, 10, 1000)
+        (first,) = table.next_waiting(10, 1000)
         send(other, "1")
-        sent_documents.record_outcome(table, first, SentDocumentCounts(1), "", is_stored=True)
-        assert sent_documents.status_counts(table, "", None, None)["notes"]["num_pending"] == 1
-        (again,) = sent_documents.next_waiting(other, 10, 1000)
-        sent_documents.record_outcome(other, again, SentDocumentCounts(2), "", is_stored=True)
-        summary = sent_documents.status_counts(table, "", "notes", None)["notes"]
+        table.record_outcome(first, SentDocumentCounts(1), "", is_stored=True)
+        assert table.status_counts("", None, None)["notes"]["num_pending"] == 1
+        (again,) = other.next_waiting(10, 1000)
+        other.record_outcome(again, SentDocumentCounts(2), "", is_stored=True)
+        summary = table.status_counts("", "notes", None)["notes"]
         assert (summary["num_stored"], summary["num_waiting"], summary["num_chunks"]) == (1, 0, 2)
 
 
 def test_a_removed_document_is_neither_waiting_nor_in_the_file(kept_place, tmp_path):
-    with Catalog(kept_place) as table:
+    with Ledger(kept_place) as table:
         send(table, "1", "2", text="a secret")
-        sent_documents.begin_removal(table, "", "notes", ["1"])
-        assert [each.id for each in sent_documents.next_waiting(table, 10, 1000)] == ["2"]
-        assert [each["id"] for each in sent_documents.documents_with_reason(table, "", None, None, 10)] == ["1"]
-        assert sent_documents.remove(table, "", "notes", ["1", "2", "unknown"]) == 2
-        assert sent_documents.status_counts(table, "", None, None) == {}
+        table.begin_removal("", "notes", ["1"])
+        assert [each.id for each in table.next_waiting(10, 1000)] == ["2"]
+        assert [each["id"] for each in table.list_reasons("", None, None, 10)] == ["1"]
+        assert table.end_removal("", "notes", ["1", "2", "unknown"]) == 2
+        assert table.status_counts("", None, None) == {}
         assert not any(b"a secret" in path.read_bytes() for path in tmp_path.iterdir())
 
 
 def test_the_next_documents_are_found_without_reading_all_that_wait(tmp_path):
     """A server asks for each batch; a hundred thousand may wait."""
-    with Catalog(tmp_path / "catalog.sqlite") as table:
+    with Ledger(tmp_path / "catalog.sqlite") as table:
         for namespace in "abc":
             documents = [SentDocument("kb", str(number), "v", {"chunks": ["A."]}, {}) for number in range(3000)]
-            sent_documents.add(table, namespace, documents)
+            table.add_sent(namespace, documents)
         num_steps = 0
 
         def count() -> int:
@@ -67,5 +60,5 @@ def test_the_next_documents_are_found_without_reading_all_that_wait(tmp_path):
         with table._locked() as connection:
             connection.connection.driver_connection.set_progress_handler(count, 100)
         for after, namespace in (("", "a"), ("a", "b"), ("c", "a")):
-            assert {each.namespace for each in sent_documents.next_waiting(table, 4, 1000, after=after)} == {namespace}
+            assert {each.namespace for each in table.next_waiting(4, 1000, after=after)} == {namespace}
         assert num_steps < 3000

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from ragblend.catalog import sent_documents
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import DocumentFacts, DocumentKey, SentDocumentCounts, text_key
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.catalog.stored_documents import (
     StoredDocument,
     count_by_collection,
-    find_entries,
-    ids_beginning_with,
     list_documents,
 )
 
@@ -21,57 +18,57 @@ THEIRS = DocumentKey("kb", "a", "tenant")
 
 
 @pytest.fixture
-def registry(kept_place):
-    with ChunkRegistry(kept_place) as opened:
-        opened.add(["one", "two"], A)
-        opened.add_documents({B: {"two": 0}, THEIRS: {"three": 0}})
+def ledger(kept_place):
+    with Ledger(kept_place) as opened:
+        opened.add_texts({A: {"one": 0, "two": 0}})
+        opened.add_texts({B: {"two": 0}, THEIRS: {"three": 0}})
         opened.set_facts({A: DocumentFacts("1", "a.txt"), B: DocumentFacts("", "b.txt")})
-        sent_documents.add(opened, "", [SentDocument("kb", "a", "1", {"text": "one"}, {"source": "sent.txt"})])
-        sent_documents.add(opened, "", [SentDocument("notes", "z", "1", {"text": "zed"}, {})])
-        (waiting, *_) = sent_documents.next_waiting(opened, 1, 1000)
-        sent_documents.record_outcome(opened, waiting, SentDocumentCounts(), "no reason", is_stored=False)
+        opened.add_sent("", [SentDocument("kb", "a", "1", {"text": "one"}, {"source": "sent.txt"})])
+        opened.add_sent("", [SentDocument("notes", "z", "1", {"text": "zed"}, {})])
+        (waiting, *_) = opened.next_waiting(1, 1000)
+        opened.record_outcome(waiting, SentDocumentCounts(), "no reason", is_stored=False)
         yield opened
 
 
-def test_all_kinds_are_listed_once_in_order_and_page_by_page(registry):
+def test_all_kinds_are_listed_once_in_order_and_page_by_page(ledger):
     a = StoredDocument(A, "a.txt", 2, "", "failed", "no reason")
     every = [a, StoredDocument(B, "b.txt", 1), StoredDocument(Z, "", 0, "", "pending")]
-    assert list_documents(registry, None, "") == every
-    assert list_documents(registry, None, "tenant") == [StoredDocument(THEIRS, "", 1)]
-    assert {each.key for each in list_documents(registry, None)} == {A, B, Z, THEIRS}
-    assert list_documents(registry, None, "", "notes") == every[2:]
+    assert list_documents(ledger, ledger, "") == every
+    assert list_documents(ledger, ledger, "tenant") == [StoredDocument(THEIRS, "", 1)]
+    assert {each.key for each in list_documents(ledger, ledger)} == {A, B, Z, THEIRS}
+    assert list_documents(ledger, ledger, "", "notes") == every[2:]
     found, after = list[StoredDocument](), ("", "")
-    while page := list_documents(registry, None, "", after=after, limit=1):
+    while page := list_documents(ledger, ledger, "", after=after, limit=1):
         found += page
         after = page[0].key[:2]
     assert found == every
-    assert count_by_collection(registry)["kb (namespace tenant)"] == {"num_documents": 1, "num_chunks": 1}
-    assert ids_beginning_with(registry, "a", "kb", "") == ["a"]
+    assert count_by_collection(ledger)["kb (namespace tenant)"] == {"num_documents": 1, "num_chunks": 1}
+    assert ledger.ids_beginning_with("a", "kb", "") == ["a"]
 
 
-def test_an_index_of_another_folder_is_listed_without_an_id(registry):
-    registry.add(["four"], DocumentKey("index:1"))
-    assert list_documents(registry, None, "", "index:1") == [StoredDocument(DocumentKey("index:1"), "", 1)]
-    assert "index:1" not in count_by_collection(registry)
+def test_an_index_of_another_folder_is_listed_without_an_id(ledger):
+    ledger.add_texts({DocumentKey("index:1"): {"four": 0}})
+    assert list_documents(ledger, ledger, "", "index:1") == [StoredDocument(DocumentKey("index:1"), "", 1)]
+    assert "index:1" not in count_by_collection(ledger)
 
 
-def test_entries_are_found_for_every_tokenizer_and_only_their_own_namespace(registry):
-    registry.add_ids([("one", (1, 2)), ("two", (3, 4))], "first", "")
-    registry.add_ids([("one", (5,))], "second", "")
-    registry.record_entry_chunk("alone", (1, 2), "")
-    registry.record_entry_chunk("by another tokenizer", (5,), "")
-    registry.record_entry_chunk("theirs", (1, 2), "tenant")
-    found = dict(find_entries(registry, [text_key("one"), text_key("two")], ""))
+def test_entries_are_found_for_every_tokenizer_and_only_their_own_namespace(ledger):
+    ledger.add_ids([("one", (1, 2)), ("two", (3, 4))], "first", "")
+    ledger.add_ids([("one", (5,))], "second", "")
+    ledger.record_entry_chunk("alone", (1, 2), "")
+    ledger.record_entry_chunk("by another tokenizer", (5,), "")
+    ledger.record_entry_chunk("theirs", (1, 2), "tenant")
+    found = ledger.entries_of_texts([text_key("one"), text_key("two")], "")
     assert {key: sorted(entries) for key, entries in found.items()} == {
         text_key("one"): ["alone", "by another tokenizer"],
         text_key("two"): [],
     }
 
 
-def test_texts_behind_an_offset_are_told_from_those_before(registry):
+def test_texts_behind_an_offset_are_told_from_those_before(ledger):
     long = "x" * 100
-    registry.add_documents({Z: {long: 0, "y" * 100: 100}})
-    assert registry.texts_of(Z, before=60) == {long}
-    assert registry.texts_of(Z, before=160) == {long, "y" * 100}
-    registry.add_documents({Z: {"y" * 100: 300}})
-    assert registry.texts_of(Z, before=160) == {long}, "its offset has changed"
+    ledger.add_texts({Z: {long: 0, "y" * 100: 100}})
+    assert ledger.texts_of(Z, before=60) == {long}
+    assert ledger.texts_of(Z, before=160) == {long, "y" * 100}
+    ledger.add_texts({Z: {"y" * 100: 300}})
+    assert ledger.texts_of(Z, before=160) == {long}, "its offset has changed"

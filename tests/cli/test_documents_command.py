@@ -14,8 +14,9 @@ from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
 
 from ragblend import ingest, load_engine
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.catalog.schema import text_id
+from ragblend.catalog.stored_documents import list_added
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.store.disk import DiskStore
 from ragblend.llamaindex import BlendIngestion
@@ -122,8 +123,8 @@ def test_each_listed_document_of_any_store_can_be_removed_by_its_name(fill, run,
     assert run.facts("remove", name, *PLACE)["num_kv"] == has_kv
     assert run("documents", *PLACE)[:2] == (0, "no documents\n")
     assert list(DiskStore("s").keys()) == []
-    with open_registry(DiskStore("s")) as registry:
-        assert (len(registry), registry.documents()) == (0, {})
+    with open_ledger(DiskStore("s")) as ledger:
+        assert (list(ledger.texts()), list_added(ledger)) == ([], [])
 
 
 @pytest.mark.parametrize("fill", FILLERS, ids=lambda each: each.__name__.removeprefix("fill_"))
@@ -165,8 +166,8 @@ def test_orphans_of_a_store_without_an_index_are_found_for_every_tokenizer(run, 
         other_ids = (7, 8, 9) * 6
         engine.precompute_ids(other_ids)
         kept = {*engine.store.keys()} - {engine.key(CHALK)}
-        with open_registry(engine.store) as registry:
-            registry.add_ids([(BASALT, other_ids)], "another tokenizer", "")
+        with open_ledger(engine.store) as ledger:
+            ledger.add_ids([(BASALT, other_ids)], "another tokenizer", "")
         orphan = engine.key(CHALK)
     forbid_weights()
     assert run.facts("verify", *PLACE)["orphans"] == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ragblend.catalog.database import delete_catalog_files
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.matching import KnownChunks, open_known_chunks
 from ragblend.files.store_folder import CATALOG_FILE
@@ -47,7 +47,7 @@ def path(tmp_path):
 
 
 def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place):
-    one, other = (KnownChunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
+    one, other = (KnownChunks(Ledger(kept_place), "t", "") for _ in range(2))
     assert chunks_found(one, 3) == chunks_found(other, 3) == set()
     add(one, [0, 1])
     assert chunks_found(one, 3) == chunks_found(other, 3) == {0, 1}
@@ -59,16 +59,16 @@ def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place)
     assert chunks_found(other, 4) == {1, 2, 3}
 
 
-def test_chunks_are_found_in_the_file_that_replaced_the_open_one(path):
-    known = KnownChunks(ChunkRegistry(path), "t", "")
+def test_chunks_are_added_to_and_found_in_the_file_that_replaced_the_open_one(path):
+    known = KnownChunks(Ledger(path), "t", "")
     add(known, [0, 1])
     assert chunks_found(known, 5) == {0, 1}
     delete_catalog_files(path.parent)
     assert chunks_found(known, 5) == set()
     add(known, [0])  # the removed file has its ids
     assert chunks_found(known, 5) == {0}
-    assert ChunkRegistry(path).count_tokenized_texts("t", "") == 1
-    with ChunkRegistry(path.parent / "other" / CATALOG_FILE) as other:
+    assert Ledger(path).count_tokenized_texts("t", "") == 1
+    with Ledger(path.parent / "other" / CATALOG_FILE) as other:
         for number in range(2, 5):
             add(KnownChunks(other, "t", ""), [number])
     delete_catalog_files(path.parent)
@@ -77,15 +77,15 @@ def test_chunks_are_found_in_the_file_that_replaced_the_open_one(path):
 
 
 def test_processes_see_what_the_other_adds_and_removes(kept_place):
-    known = KnownChunks(ChunkRegistry(kept_place), "t", "")
+    known = KnownChunks(Ledger(kept_place), "t", "")
     add(known, [0, 1])
     assert chunks_found(known, 3) == {0, 1}
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from ragblend.catalog.registry import ChunkRegistry\n"
+        "from ragblend.catalog.ledger import Ledger\n"
         "from ragblend.engine.matching import KnownChunks\n"
         "from engine.test_matching import add, chunks_found\n"
-        "known = KnownChunks(ChunkRegistry(sys.argv[1]), 't', '')\n"
+        "known = KnownChunks(Ledger(sys.argv[1]), 't', '')\n"
         "assert chunks_found(known, 3) == {0, 1}; add(known, [2]); known.remove('text 0')\n"
     )
     subprocess.run([sys.executable, "-c", code, str(kept_place), str(Path(__file__).parents[1])], check=True)
@@ -93,9 +93,9 @@ def test_processes_see_what_the_other_adds_and_removes(kept_place):
 
 
 def test_additions_and_removals_in_any_order_are_followed(kept_place):
-    """After many removals the index is built again, after few it is not; the registry may be closed in between."""
+    """After many removals the index is built again, after few it is not; the ledger may be closed in between."""
     rng, count, expected = random.Random(0), 30, set[int]()
-    writer, reader = (KnownChunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
+    writer, reader = (KnownChunks(Ledger(kept_place), "t", "") for _ in range(2))
     for _ in range(40):
         numbers = rng.sample(range(count), rng.choice([1, 2, 20]))
         if rng.random() < 0.5:
@@ -113,9 +113,9 @@ def test_additions_and_removals_in_any_order_are_followed(kept_place):
 
 
 def test_namespaces_and_tokenizers_are_apart(any_place):
-    registry = ChunkRegistry(any_place)
+    ledger = Ledger(any_place)
     owners = [("t", ""), ("t", "a"), ("u", ""), ("u", "a")]
-    known = [open_known_chunks(registry, *owner) for owner in owners]
+    known = [open_known_chunks(ledger, *owner) for owner in owners]
     for number, each in enumerate(known):
         ids = {"the same text": ids_of(number), f"text {number}": ids_of(number + 4)}
         each.add(ids, ids.__getitem__)
@@ -124,17 +124,17 @@ def test_namespaces_and_tokenizers_are_apart(any_place):
         assert [f"text {other}" in each for other in range(4)] == [other == number for other in range(4)]
     known[0].remove("the same text")
     assert [len(chunks_found(each, 8)) for each in known] == [1, 2, 2, 2]
-    registry.remove_from_documents({DocumentKey(): ["the same text"]}, "")  # of every namespace
+    ledger.remove_texts({DocumentKey(): ["the same text"]}, "")  # of every namespace
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
-def test_users_of_a_file_share_one_token_index(kept_place):
-    one, other = (open_known_chunks(ChunkRegistry(kept_place), "t", "") for _ in range(2))
+def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_own(kept_place):
+    one, other = (open_known_chunks(Ledger(kept_place), "t", "") for _ in range(2))
     assert one is other
-    assert one is not open_known_chunks(ChunkRegistry(kept_place), "t", "a")
-    registries = [ChunkRegistry(), ChunkRegistry()]
-    first, second = (open_known_chunks(registry, "t", "") for registry in registries)
-    assert first is open_known_chunks(registries[0], "t", "")
+    assert one is not open_known_chunks(Ledger(kept_place), "t", "a")
+    ledgers = [Ledger(), Ledger()]
+    first, second = (open_known_chunks(ledger, "t", "") for ledger in ledgers)
+    assert first is open_known_chunks(ledgers[0], "t", "")
     add(first, [0])
     assert (chunks_found(first, 1), chunks_found(second, 1)) == ({0}, set())
 
@@ -149,18 +149,18 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("is_indexed", [True, False])
 def test_damaged_token_ids_are_never_found(damage, is_indexed, path):
-    registry = ChunkRegistry(path)
-    known = KnownChunks(registry, "t", "")
+    ledger = Ledger(path)
+    known = KnownChunks(ledger, "t", "")
     add(known, [0, 1, 2])
     if is_indexed:
         assert chunks_found(known, 4) == {0, 1, 2}
     with closing(sqlite3.connect(path, isolation_level=None)) as file:
         file.execute(DAMAGES[damage])
-    assert chunks_found(known, 4) == chunks_found(KnownChunks(ChunkRegistry(path), "t", ""), 4) == {1, 2}
+    assert chunks_found(known, 4) == chunks_found(KnownChunks(Ledger(path), "t", ""), 4) == {1, 2}
 
 
 def test_text_that_is_no_unicode_is_not_known():
-    known = KnownChunks(ChunkRegistry(), "t", "")
+    known = KnownChunks(Ledger(), "t", "")
     ids = {"\ud800 is half a character": ids_of(0), " text 1\n": ids_of(1)}
     known.add(ids, ids.__getitem__)
     assert chunks_found(known, 2) == {1}
@@ -169,16 +169,16 @@ def test_text_that_is_no_unicode_is_not_known():
 
 
 def test_a_run_names_a_document_of_its_own_namespace(kept_place):
-    registry = ChunkRegistry(kept_place)
+    ledger = Ledger(kept_place)
     index, second = DocumentKey("index:1"), DocumentKey("kb", "b.txt")
     owners = ([DocumentKey("kb", "a.txt")], [index, second], [DocumentKey("kb", "c.txt", "acme")], [index])
     for number, documents in enumerate(owners):
         for document in documents:
-            registry.add([f"text {number}"], document)
+            ledger.add_texts({document: {f"text {number}": 0}})
     prompt = [token for number in range(4) for token in ids_of(number)]
     for namespace, expected in (("", ["a.txt", "b.txt", "", ""]), ("acme", ["", "", "c.txt", ""])):
-        known = KnownChunks(registry, "t", namespace)
+        known = KnownChunks(ledger, "t", namespace)
         add(known, range(4))
         assert [run.document for run in known.find_runs(prompt)] == expected
-    registry.remove_from_documents({second: ["text 1"]}, "")
-    assert [run.document for run in KnownChunks(registry, "t", "").find_runs(prompt)] == ["a.txt", "", "", ""]
+    ledger.remove_texts({second: ["text 1"]}, "")
+    assert [run.document for run in KnownChunks(ledger, "t", "").find_runs(prompt)] == ["a.txt", "", "", ""]

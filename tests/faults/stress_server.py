@@ -10,14 +10,14 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from ragblend import load_engine
 from ragblend.catalog import sent_documents
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.database import Catalog
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.redis_values import RedisValues
@@ -29,15 +29,14 @@ from ragblend.options import ContextPolicy
 from ragblend.server import documents as server_documents
 
 COLLECTION = "kb"
-PAUSING = (
-    ChunkRegistry, sent_documents, sent_documents.Leases, DiskStore, RedisValues, RemoteStore, TieredStore,
-)  # fmt: skip
+LEDGER_CLASSES = [each for each in Ledger.__mro__ if issubclass(each, Catalog) and each is not Catalog]
+PAUSING = (*LEDGER_CLASSES, DiskStore, RedisValues, RemoteStore, TieredStore)
 PAUSE_SHARE, LONGEST_PAUSE_S = 0.01, 0.4
 LEASE_S = 4.0  # so that a killed server's documents are soon free
 
 
-def pause_in(kind: type | ModuleType, rng: random.Random) -> None:
-    """Let each public method of a class, or function of a module, pause at random before and after it runs."""
+def pause_in(kind: type, rng: random.Random) -> None:
+    """Let each public method of a class pause at random before and after it runs."""
 
     def pausing(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -52,8 +51,6 @@ def pause_in(kind: type | ModuleType, rng: random.Random) -> None:
         return run
 
     for name, member in list(vars(kind).items()):
-        if isinstance(kind, ModuleType) and getattr(member, "__module__", "") != kind.__name__:
-            continue
         if not name.startswith("_") and callable(member) and not isinstance(member, (type, staticmethod, classmethod)):
             setattr(kind, name, pausing(member))
 

@@ -206,7 +206,7 @@ def test_gc_of_orphans_beside_an_ingestion_takes_orphans_and_nothing_fresh(comma
     with open_index(place.work / "kv") as index:
         for source in index.sources()[::2]:
             index.remove_document(source)
-        index.clear_orphaned_texts(index.orphaned_texts())
+        index.clear_lost_texts(index.lost_texts())
     for name in ("amber", "copper", "ebony"):
         (place.work / "corpus" / f"{name}.md").unlink()
     for name in ("garnet", "hazel", "ivory"):

@@ -25,7 +25,7 @@ from places import text_about
 
 from ragblend import Prompt, load_engine
 from ragblend.catalog.database import delete_catalog_files
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.api import Engine
 from ragblend.engine.store.disk import DiskStore
@@ -120,7 +120,7 @@ def demo_tokenizer() -> str:
 def contents(work: Path) -> dict[str, Any]:
     """Return the contents of an index and its store. Raises RagblendError if damage is found."""
     disk = DiskStore(work / "kv", create=False)
-    with open_index(work / "kv") as index, open_registry(disk) as registry:
+    with open_index(work / "kv") as index, open_ledger(disk) as ledger:
         vectors = {
             row: hashlib.md5(index._vectors.faiss.reconstruct(row).tobytes()).hexdigest()
             for row in faiss.vector_to_array(index._vectors.faiss.id_map).tolist()
@@ -136,10 +136,10 @@ def contents(work: Path) -> dict[str, Any]:
             "facts": replace(index.manifest, generation=0),
             "chunks": [(chunk, dict(chunk.metadata)) for chunk in sorted(index.chunks(), key=lambda each: each.id)],
             "vectors": vectors,
-            "texts": sorted(registry.texts()),
-            "stored": registry.fingerprints_by_key(),
-            "held": sorted(registry.texts_of(DocumentKey())),
-            "token ids": sorted(tuple(ids) for _, ids in registry.ids_after(0, demo_tokenizer(), "")),
+            "texts": sorted(ledger.texts()),
+            "stored": ledger.fingerprints_by_key(),
+            "held": sorted(ledger.texts_of(DocumentKey())),
+            "token ids": sorted(tuple(ids) for _, ids in ledger.ids_after(0, demo_tokenizer(), "")),
         }
 
 

@@ -17,7 +17,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from postgres import fresh_schema
 
 from ragblend import ChatBlend
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
 from ragblend.engine.store.remote.tier import open_remote
@@ -146,8 +146,8 @@ class Everything:
         """The stores hold every variant of what is expected, and no other entry."""
         wanted, engine = self.expected(), self.machines[0].engine
         for machine in self.machines:
-            with open_registry(machine.engine.store) as registry:
-                assert set(registry.texts()) == wanted
+            with open_ledger(machine.engine.store) as ledger:
+                assert set(ledger.texts()) == wanted
         variants = chunk_variants(map(Chunk, wanted), self.context)
         assert {header.key for header in self.all_headers()} == {engine.key(variant) for variant in variants}
         for machine in self.machines:

@@ -28,7 +28,7 @@ from servers import RedisServer, running_redis, wait_until
 from tier_support import assert_same
 
 from ragblend import load_engine
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.remote.tier import open_remote
@@ -255,8 +255,8 @@ def _round(
     assert (found.get("num_stored", 0), found.get("num_failed", 0)) == (len(documents), 0)
     for server in servers:
         wait_until(partial(_matches, server, texts), CALM_S, f"the server {server.name} matches what is left")
-    registry = ChunkRegistry(catalog)
-    assert {*registry.texts()} == texts
+    ledger = Ledger(catalog)
+    assert {*ledger.texts()} == texts
     expected = {key: kv for text in texts for key, kv in fresh[text].items()}
     remote = open_remote(redis.url)
     tiers = {server.name: DiskStore(server.folder) for server in servers} | {"Redis": remote}

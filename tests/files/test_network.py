@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import DocumentKey
 from ragblend.errors import StoreNotWritableError
 from ragblend.files import network
@@ -39,14 +39,14 @@ def test_the_file_system_of_a_path(path, expected):
     assert parse_network_file_system(Path(path), MOUNTS) == expected
 
 
-def test_a_catalogue_file_on_a_network_disk_is_rejected_with_a_fix(tmp_path, monkeypatch):
-    with ChunkRegistry(tmp_path / CATALOG_FILE) as registry:
-        registry.add(["text"], DocumentKey("notes", "1"))
+def test_a_catalogue_in_a_file_on_one_is_refused_with_the_way_to_share_it(tmp_path, monkeypatch):
+    with Ledger(tmp_path / CATALOG_FILE) as ledger:
+        ledger.add_texts({DocumentKey("notes", "1"): {"text": 0}})
     monkeypatch.setattr("ragblend.catalog.sqlite.find_network_file_system", lambda folder: "nfs4")
     with pytest.raises(StoreNotWritableError, match=r"network file system \(nfs4\).*`catalog='postgresql://"):
-        ChunkRegistry(tmp_path / CATALOG_FILE)
+        Ledger(tmp_path / CATALOG_FILE)
     monkeypatch.setattr("os.access", lambda *_: False)  # one that is only read has no locks
-    assert list(ChunkRegistry(tmp_path / CATALOG_FILE).texts()) == ["text"]
+    assert list(Ledger(tmp_path / CATALOG_FILE).texts()) == ["text"]
 
 
 def test_this_machine_s_own_are_read():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load import LoadConfig
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import DocumentKey
 from ragblend.config import Settings, load_settings
 from ragblend.corpus.folder_scan import match_sources, scan_folders
@@ -28,7 +28,7 @@ MAKERS = {
     "DiskStore": lambda place: DiskStore(place, fsync=False),
     "open_store": lambda place: open_store(place, fsync=False),
     "open_index": lambda place: open_index(place, "hashing", create=True).close(),
-    "ChunkRegistry": lambda place: ChunkRegistry(place).close(),
+    "Ledger": lambda place: Ledger(place).close(),
 }
 READERS = {
     "settings' store": lambda place: Settings(store=place),
@@ -111,14 +111,14 @@ def test_what_is_opened_by_a_relative_path_stays_where_it_is(tmp_path, monkeypat
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     index, store = open_index("index", "hashing", create=True), DiskStore("kv", fsync=False)
-    registry = ChunkRegistry("catalog.sqlite")
+    ledger = Ledger("catalog.sqlite")
     monkeypatch.chdir("elsewhere")
     with index:
         index.add_document("a", "1", [Chunk("text", "a")])
     store.put_model("f" * 32, {"model": "m"})
-    registry.close()  # the next call opens the file again
-    registry.add(["text"], DocumentKey("notes", "1"))
-    registry.close()
+    ledger.close()  # the next call opens the file again
+    ledger.add_texts({DocumentKey("notes", "1"): {"text": 0}})
+    ledger.close()
     assert list(Path().iterdir()) == []
     with open_index(tmp_path / "index") as again:
         assert again.sources() == ["a"]

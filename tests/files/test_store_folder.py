@@ -3,7 +3,7 @@ from __future__ import annotations
 import logging
 import shutil
 
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.open import open_store
 from ragblend.operations.maintenance import verify_and_quarantine
@@ -30,7 +30,7 @@ def test_entries_elsewhere_can_be_lost_and_nothing_else(tmp_path, caplog):
     assert bring_in() == (1, 0)
     with (
         caplog.at_level(logging.WARNING),
-        open_registry(open_store(tmp_path / "store", **{"kv_dir": place["kv_dir"]})) as registry,
+        open_ledger(open_store(tmp_path / "store", **{"kv_dir": place["kv_dir"]})) as ledger,
     ):
-        assert TEXT in registry
+        assert TEXT in ledger.texts()
     assert not verify_and_quarantine(tmp_path / "store", kv_dir=place["kv_dir"]).has_problems

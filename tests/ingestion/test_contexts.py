@@ -17,7 +17,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.documents import pin_document, remove_documents
+from ragblend.ingestion.documents import pin_document, remove_indexed_documents
 from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index, precompute_documents, precompute_index
 
@@ -141,7 +141,7 @@ def test_a_removal_deletes_both_variants_in_every_tier_and_no_others(docs, opene
         remote, disk = engine.store.tiers[-1], engine.store.find_tier(DiskStore)
         disk.delete(engine.key(neutral("fox")))  # as if it was evicted here
         with open_engine_index(tmp_path / "kv", engine, create=False) as index:
-            remove_documents([str(docs / "fox.txt")], engine, index)
+            remove_indexed_documents([str(docs / "fox.txt")], engine, index)
         kept = [Chunk(text) for name, text in TEXTS.items() if name != "fox"]
         for tier in (disk, remote):
             assert set(tier.keys()) == {engine.key(variant) for variant in chunk_variants(kept, "neutral")}
@@ -169,7 +169,7 @@ def test_a_document_that_is_removed_while_it_is_prefilled_leaves_nothing(docs, o
         if context == "neutral":  # another process, which does not see what is not stored yet
             with opened() as other, open_engine_index(index, other, create=False) as found:
                 if str(docs / "fox.txt") in found.sources():
-                    remove_documents([str(docs / "fox.txt")], other, found)
+                    remove_indexed_documents([str(docs / "fox.txt")], other, found)
         return made
 
     monkeypatch.setattr(TransformersEngine, "_prefill_chunks", removed_meanwhile)

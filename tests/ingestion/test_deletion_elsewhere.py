@@ -10,8 +10,8 @@ import pytest
 from servers import wait_until
 
 from ragblend import load_engine
-from ragblend.catalog.registry import open_registry
-from ragblend.engine.entry_records import schedule_deletions
+from ragblend.catalog.ledger import open_ledger
+from ragblend.engine.deletions import schedule_deletions
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import load_into_memory
@@ -133,8 +133,8 @@ def test_deletions_recorded_before_a_kill_are_run_by_the_next_removal(program):
     one, two = program("one"), program("two")
     for engine in (one, two):
         store(engine, **TEXTS)
-    with open_registry(one.store) as registry:
-        schedule_deletions({one.key(Chunk(TEXTS["a"])): ""}, one.store, registry)
+    with open_ledger(one.store) as ledger:
+        schedule_deletions({one.key(Chunk(TEXTS["a"])): ""}, one.store, ledger)
     assert on_disk(one) == {"a", "b", "c"}
     delete_precomputed(["b"], one)
     two.store.apply_deletions()

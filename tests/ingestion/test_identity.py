@@ -15,9 +15,9 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import TextNode
 
 from ragblend import load_engine
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.catalog.schema import text_id
-from ragblend.catalog.stored_documents import list_documents
+from ragblend.catalog.stored_documents import list_added
 from ragblend.corpus.documents import Document as FileDocument
 from ragblend.engine.store.disk import DiskStore
 from ragblend.ingestion.identity import Identity, as_chunk, identify
@@ -81,11 +81,11 @@ def engine(tmp_path):
 
 def stored(engine: Any, collection: str = "langchain") -> dict[str, list[str]]:
     """Return the sorted texts of each document. Also check that nothing else is stored."""
-    with open_registry(engine.store) as registry:
-        found = {each.key.id: each.key for each in list_documents(registry, None) if each.key.collection == collection}
-        texts = {name: sorted(registry.texts_of(key)) for name, key in found.items()}
+    with open_ledger(engine.store) as ledger:
+        found = {each.key.id: each.key for each in list_added(ledger) if each.key.collection == collection}
+        texts = {name: sorted(ledger.texts_of(key)) for name, key in found.items()}
         every = {text for held in texts.values() for text in held}
-        assert set(registry.texts()) == every
+        assert set(ledger.texts()) == every
     assert {*engine.store.find_tier(DiskStore).keys()} == set(map(engine.key, every))
     return texts
 
@@ -146,7 +146,7 @@ def test_a_page_is_replaced_alone_and_deleted_with_its_file(engine):
     precompute_documents(pages(["", other, ""]), engine)
     assert stored(engine) == {"a.pdf#page=0": [one], "a.pdf#page=1": [other], "a.pdf#page=2": [three]}
     precompute_documents(pages([one]), engine, collection="another")
-    assert len(list(open_registry(engine.store).texts())) == 3
+    assert len(list(open_ledger(engine.store).texts())) == 3
     precompute_documents([], engine)
     precompute_documents(pages([one], counted=False), engine)
     assert len(stored(engine)) == 3, "it does not say how many there are"

@@ -6,8 +6,8 @@ import pytest
 from langchain_core.documents import Document
 
 from ragblend import load_engine
-from ragblend.catalog.registry import open_registry
-from ragblend.catalog.stored_documents import StoredDocument, list_documents
+from ragblend.catalog.ledger import open_ledger
+from ragblend.catalog.stored_documents import StoredDocument, list_added
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
@@ -62,10 +62,10 @@ def test_a_text_of_two_collections_that_leaves_one_keeps_its_kv(engine, tmp_path
 def test_what_a_command_names_is_removed_from_one_collection(engine):
     for collection, text in (("first", BASALT), ("second", SLATE), ("second", CHALK)):
         add(engine, text, "2" if text == CHALK else "1", collection)
-    registry = open_registry(engine.store)
+    ledger = open_ledger(engine.store)
 
     def find(name: str) -> list[StoredDocument]:
-        return find_stored_documents(name, list_documents(registry, None), engine.namespace)
+        return find_stored_documents(name, list_added(ledger), engine.namespace)
 
     with pytest.raises(UsageError, match="'1' is a document in the collections 'first', 'second'; name one"):
         find("1")
@@ -73,8 +73,8 @@ def test_what_a_command_names_is_removed_from_one_collection(engine):
     assert remove_stored_documents(find("first/1"), engine, None) == (1, 1)
     assert [engine.is_stored(text) for text in (BASALT, SLATE, CHALK)] == [False, True, True]
     assert remove_stored_documents(find("second"), engine, None) == (2, 2)
-    assert registry.documents() == {}
-    registry.close()
+    assert list_added(ledger) == []
+    ledger.close()
 
 
 def test_gc_of_orphans_keeps_what_documents_have(engine, tmp_path):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ragblend import Chunk, load_engine
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.chunker import adapt_splitter
 from ragblend.corpus import documents
 from ragblend.corpus.embedders import HashingEmbedder, embedder_version
@@ -30,7 +30,7 @@ from ragblend.errors import (
     RagblendError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_documents
+from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_indexed_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index, precompute_documents
@@ -76,13 +76,13 @@ class Corpus:
         return found
 
     def texts(self) -> set[str]:
-        """What the index, the store and the registry hold; all three must agree."""
-        texts = set(self.index.texts())
-        with open_registry(self.engine.store) as registry:
-            assert set(registry.texts()) == texts
+        """What the index, the store and the ledger hold; all three must agree."""
+        texts = {chunk.text.strip() for chunk in self.index.chunks()}
+        with open_ledger(self.engine.store) as ledger:
+            assert set(ledger.texts()) == texts
         keys = {self.engine.key(Chunk(text)) for text in texts}
         assert set(self.engine.store.keys()) == keys
-        assert self.index.orphaned_texts().last_number == 0
+        assert self.index.lost_texts().last_number == 0
         return texts
 
 
@@ -242,7 +242,7 @@ def test_what_a_remote_tier_could_not_be_told_is_told_next_time(tmp_path, monkey
             corpus.ingest()
             assert "it is down" in caplog.text
             with pytest.raises(BackendUnreachableError, match="it is down"):
-                remove_documents(corpus.index.sources(), engine, index)
+                remove_indexed_documents(corpus.index.sources(), engine, index)
         assert remote.contains(engine.key(Chunk(FOX)))
         assert remote.contains(engine.key(Chunk(KERN)))
         (tmp_path / "docs" / "b.txt").unlink()
@@ -268,7 +268,7 @@ def test_documents_from_elsewhere_stay(corpus):
     assert corpus.ingest().removed == []
     assert corpus.index.num_documents == 5
     assert not any("ragblend remove" in line for line in corpus.said), "deleted, not moved"
-    remove_documents(find_indexed_documents(f"{corpus.root}/lost", corpus.index), corpus.engine, corpus.index)
+    remove_indexed_documents(find_indexed_documents(f"{corpus.root}/lost", corpus.index), corpus.engine, corpus.index)
     assert corpus.index.num_documents == 4
 
 
@@ -456,7 +456,7 @@ def test_a_moved_project_is_not_computed_again_and_names_its_place(corpus, monke
     monkeypatch.chdir(corpus.root)
     assert corpus.ingest("papers").num_new_kv == 0
     assert any("2 of these files were in docs" in line and "ragblend remove docs" in line for line in corpus.said)
-    remove_documents(find_indexed_documents("docs", corpus.index), corpus.engine, corpus.index)
+    remove_indexed_documents(find_indexed_documents("docs", corpus.index), corpus.engine, corpus.index)
     assert corpus.texts() == {FOX, KERN}
     assert corpus.index.num_documents == 2
 
@@ -490,8 +490,8 @@ def test_gc_of_orphans_takes_kv_ids_and_pins_and_nothing_else(corpus):
         assert sorted(garbage.evicted) == sorted(orphans)
         assert garbage.pins == ("gone.txt",)
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before
-    with open_registry(corpus.engine.store) as registry:
-        assert set(registry.texts()) == set(corpus.index.texts())
+    with open_ledger(corpus.engine.store) as ledger:
+        assert set(ledger.texts()) == {chunk.text.strip() for chunk in corpus.index.chunks()}
     known = corpus.engine.known_chunks
     assert [text in known for text in ("An orphan.", "Another.", BELL)] == [False, False, True]
     assert set(corpus.engine.store.find_tier(DiskStore).pins()) == {f"{corpus.docs}/b.txt", "by hand"}

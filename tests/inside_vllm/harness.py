@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_models import VOCABULARY
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.vllm.engine import stop_vllm
@@ -155,8 +155,8 @@ def ingest(llm: Any, prefix: list[int], chunk: list[int], namespace: str = "") -
 def make_known(store: Path, model: Path, chunks: list[list[int]], namespace: str = "") -> Renderer:
     """Record token ids as ingestion does, by the tokenizer's fingerprint."""
     renderer = Renderer(load_tokenizer(str(model))[0])
-    with ChunkRegistry(store / CATALOG_FILE) as registry:
-        registry.add_ids(((f"text {ids}", ids) for ids in chunks), renderer.fingerprint, namespace)
+    with Ledger(store / CATALOG_FILE) as ledger:
+        ledger.add_ids(((f"text {ids}", ids) for ids in chunks), renderer.fingerprint, namespace)
     return renderer
 
 

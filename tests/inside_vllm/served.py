@@ -13,7 +13,7 @@ import httpx
 from servers import HttpServer
 
 from benchmarks.servers import free_port
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.prompt.render import Renderer
 
@@ -54,8 +54,8 @@ def metrics(url: str, key: str = "") -> dict[str, float]:
 
 def make_known(store: Path, renderer: Renderer, texts: list[str], namespace: str = "") -> None:
     """Have the server over `store` find chunks in prompts, as its own ingestion does."""
-    with ChunkRegistry(store / CATALOG_FILE) as registry:
-        registry.add_ids(((text, renderer.chunk_ids(text)) for text in texts), renderer.fingerprint, namespace)
+    with Ledger(store / CATALOG_FILE) as ledger:
+        ledger.add_ids(((text, renderer.chunk_ids(text)) for text in texts), renderer.fingerprint, namespace)
 
 
 @contextmanager

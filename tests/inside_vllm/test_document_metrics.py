@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from ragblend.catalog import sent_documents
-from ragblend.catalog.database import Catalog
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import SentDocumentCounts
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.errors import BackendUnreachableError
@@ -29,7 +28,7 @@ def seconds(monkeypatch):
 
 @pytest.fixture
 def make(tmp_path):
-    """Function that returns metrics over the catalogue in `tmp_path`; they are taken off the registry afterwards."""
+    """Function that returns metrics over the catalogue in `tmp_path`; they are taken off the ledger afterwards."""
     made: list[DocumentMetrics] = []
 
     def build(**options: Any) -> DocumentMetrics:
@@ -52,17 +51,17 @@ def shown(name: str, **labels: str) -> float | None:
 
 
 def test_documents_are_counted_by_namespace(make, seconds, tmp_path):
-    metrics, table = make(by_namespace=True), Catalog(tmp_path / CATALOG_FILE)
+    metrics, table = make(by_namespace=True), Ledger(tmp_path / CATALOG_FILE)
     metrics.update()
     assert (shown("pending_documents_limit"), shown("pending_bytes_limit")) == (MAX_WAITING, MAX_WAITING_CHARS)
-    sent_documents.add(table, "acme", sent("a", "b", "c"))
-    sent_documents.add(table, "globex", sent("a"))
+    table.add_sent("acme", sent("a", "b", "c"))
+    table.add_sent("globex", sent("a"))
     metrics.update()
     seconds.append(160.0)
-    sent_documents.add(table, "acme", sent("d"))
-    first, second, *_ = sent_documents.next_waiting(table, 10, 1 << 20)
-    sent_documents.record_outcome(table, first, SentDocumentCounts(), "", is_stored=True)
-    sent_documents.record_outcome(table, second, SentDocumentCounts(), "too long", is_stored=False)
+    table.add_sent("acme", sent("d"))
+    first, second, *_ = table.next_waiting(10, 1 << 20)
+    table.record_outcome(first, SentDocumentCounts(), "", is_stored=True)
+    table.record_outcome(second, SentDocumentCounts(), "too long", is_stored=False)
     metrics.update()
     for status in ("stored", "failed"):
         assert shown("documents", status=status, store_namespace="acme") == 1
@@ -70,9 +69,9 @@ def test_documents_are_counted_by_namespace(make, seconds, tmp_path):
     assert shown("documents", status="pending", store_namespace="acme") == 2
     assert 200 < (shown("pending_bytes", store_namespace="acme") or 0) < 300
     assert shown("oldest_pending_seconds", store_namespace="acme") == 60
-    (third,) = (each for each in sent_documents.next_waiting(table, 10, 1 << 20) if each.id == "c")
-    sent_documents.record_outcome(table, third, SentDocumentCounts(), "", is_stored=True)
-    sent_documents.remove(table, "globex", "kb", ["a"])
+    (third,) = (each for each in table.next_waiting(10, 1 << 20) if each.id == "c")
+    table.record_outcome(third, SentDocumentCounts(), "", is_stored=True)
+    table.end_removal("globex", "kb", ["a"])
     seconds.append(170.0)
     metrics.update()
     assert shown("oldest_pending_seconds", store_namespace="acme") == 10  # of "d"
@@ -83,28 +82,28 @@ def test_without_api_keys_clients_make_no_series(make, tmp_path):
     metrics = make(by_namespace=False)
     metrics.update()
     assert not [*tmp_path.iterdir()], "a deleted store stays deleted"
-    table = Catalog(tmp_path / CATALOG_FILE)
+    table = Ledger(tmp_path / CATALOG_FILE)
     metrics.update()
     assert shown("documents", status="pending", store_namespace="") == 0
     for number in range(20):
-        sent_documents.add(table, f"n{number}", sent("a"))
+        table.add_sent(f"n{number}", sent("a"))
     metrics.update()
     assert shown("documents", status="pending", store_namespace="") == 20
     assert metrics._known == {""}
 
 
 def test_a_catalogue_that_does_not_answer_is_shown_until_it_does(make, tmp_path, monkeypatch):
-    metrics, table = make(by_namespace=True), Catalog(tmp_path / CATALOG_FILE)
-    sent_documents.add(table, "acme", sent("a"))
+    metrics, table = make(by_namespace=True), Ledger(tmp_path / CATALOG_FILE)
+    table.add_sent("acme", sent("a"))
     metrics.update()
-    calls, backlogs = count(), sent_documents.backlogs
+    calls, backlogs = count(), Ledger.backlogs
 
-    def failing(catalog: Catalog, **options: Any) -> Any:
+    def failing(ledger: Ledger, **options: Any) -> Any:
         if next(calls) == 0:
             raise BackendUnreachableError("the catalogue does not answer")
-        return backlogs(catalog, **options)
+        return backlogs(ledger, **options)
 
-    monkeypatch.setattr(sent_documents, "backlogs", failing)
+    monkeypatch.setattr(Ledger, "backlogs", failing)
     for expected in (1, 0):
         metrics.update()
         assert shown("catalog_unreachable") == expected

@@ -21,7 +21,7 @@ from served import metrics, start_demo
 from servers import HttpServer, RedisServer, wait_until
 
 from benchmarks.servers import free_port
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
@@ -124,8 +124,8 @@ class Fleet:
         """Nothing is lost or stale. Return the number of entries in each place."""
         # A replica whose remote tier did not answer tries again after up to a minute, and then looks for tombstones.
         wait_until(lambda: not self.stale(), 150, f"nothing is stale: {self.stale()}")
-        with ChunkRegistry(self.catalog) as registry:
-            assert set(registry.texts()) == {text_of(number) for number in self.documents}
+        with Ledger(self.catalog) as ledger:
+            assert set(ledger.texts()) == {text_of(number) for number in self.documents}
         found = self.headers()
         live = {self.renderer.chunk_ids(text_of(number)) for number in self.documents}
         for is_neutral in (False, True):

@@ -14,7 +14,7 @@ from demo_texts import QUESTION, A
 from served import metrics, served_demo
 
 from ragblend import Prompt, load_engine
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.namespaces import salted_namespace
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.model import load_tokenizer
@@ -202,10 +202,10 @@ def test_a_cache_salt_is_part_of_the_namespace(served):
         params = {"kv_transfer_params": {"ragblend": {"mode": mode, **span}}}
         return dict(served.ask(ACME, "/v1/completions", {**body, **params, **more}).json()["kv_transfer_params"])
 
-    with ChunkRegistry(served.home / "kv" / CATALOG_FILE) as registry:
+    with Ledger(served.home / "kv" / CATALOG_FILE) as ledger:
         fingerprint = Renderer(load_tokenizer("demo")[0]).fingerprint
         for salt in (None, "other", "s3cret"):
-            registry.add_ids([("text", ids)], fingerprint, salted_namespace("acme", salt))
+            ledger.add_ids([("text", ids)], fingerprint, salted_namespace("acme", salt))
     ask("ingest", cache_salt="s3cret")
     found = [ask("blend", **salt)["ragblend"]["num_chunk_hits"] for salt in ({}, {"cache_salt": "other"})]
     assert found == [0, 0]

@@ -1,4 +1,4 @@
-"""A folder that is edited, moved about and ingested again from anywhere: the index, the registry, the KV and the
+"""A folder that is edited, moved about and ingested again from anywhere: the index, the ledger, the KV and the
 answers end up as those of a fresh ingest. `RAGBLEND_FAULTS=full` raises the counts."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from ragblend import Prompt, load_engine
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_documents
+from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_indexed_documents
 from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index
 
@@ -167,8 +167,8 @@ def ingest_somewhere(folder: Folder, engine: Any, index: ChunkIndex, monkeypatch
 
 def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
     """Everything that should not depend on what was there before."""
-    with open_registry(engine.store) as registry:
-        texts = sorted(registry.texts())
+    with open_ledger(engine.store) as ledger:
+        texts = sorted(ledger.texts())
     answers = []
     for question in QUESTIONS:
         hits = index.search(question, 4, neighbours=1, order="document")
@@ -181,7 +181,7 @@ def state(place: Path, engine: Any, index: ChunkIndex) -> dict[str, Any]:
             source: hashed for found in index.content_hashes_by_file().values() for source, hashed in found.items()
         },
         "files": {path: note.version for path, note in index.files().items()},
-        "leftovers": index.orphaned_texts().last_number,
+        "leftovers": index.lost_texts().last_number,
         "texts": texts,
         "keys": sorted(engine.store.keys()),
         "nbytes": {entry.key: entry.nbytes for entry in DiskStore(place / "kv").entries()},
@@ -208,7 +208,7 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
             if rng.random() < 0.2:
                 pin_document(rng.choice(index.sources()), engine, index)
             if rng.random() < 0.05:
-                remove_documents(find_indexed_documents(rng.choice(index.sources()), index), engine, index)
+                remove_indexed_documents(find_indexed_documents(rng.choice(index.sources()), index), engine, index)
             if rng.random() < 0.2:
                 ingest_somewhere(folder, engine, index, monkeypatch)
                 num_runs += 1

@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_prompts import CHUNKS
 
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.catalog.schema import DocumentKey
 from ragblend.errors import NotFoundError, UsageError
 from ragblend.lab.prompt_file import find_missed_reuse, name_stored_chunks, read_prompt
@@ -62,8 +62,8 @@ def test_a_missing_file_is_named():
 )
 def test_stored_chunks_in_a_file_are_named_and_the_prompt_stays(tiny_engine, key, source):
     engine = tiny_engine()
-    with open_registry(engine.store) as registry:
-        registry.add([TEXT], key)
+    with open_ledger(engine.store) as ledger:
+        ledger.add_texts({key: {TEXT: 0}})
     engine.precompute(TEXT)
     for sent in (Prompt(question=f"{TEXT}\n\nwhat is that?"), Prompt.from_text(f"{TEXT}\n\nwhat is that?")):
         named = name_stored_chunks(engine, sent, None)
@@ -87,11 +87,11 @@ def test_stored_chunks_in_a_file_are_named_and_the_prompt_stays(tiny_engine, key
 )
 def test_the_reason_is_the_cause(tiny_engine, stored_for, sent, reason):
     engine = tiny_engine()
-    registry = open_registry(engine.store)
-    registry.add([TEXT], DocumentKey("contracts", "lease"))
+    ledger = open_ledger(engine.store)
+    ledger.add_texts({DocumentKey("contracts", "lease"): {TEXT: 0}})
     if stored_for is not None:
         tokenizer = engine.renderer.fingerprint if stored_for[0] == "own" else stored_for[0]
-        registry.add_ids([(TEXT, engine.renderer.chunk_ids(Chunk(TEXT).text))], tokenizer, stored_for[1])
+        ledger.add_ids([(TEXT, engine.renderer.chunk_ids(Chunk(TEXT).text))], tokenizer, stored_for[1])
     found = find_missed_reuse(engine, Prompt(question=sent))
     assert [each["document"] for each in found] == ([] if reason is None else ["contracts/lease"])
     assert all(each["reason"].startswith(reason or "") and each["share"] == 1.0 for each in found)

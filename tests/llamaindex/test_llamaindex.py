@@ -21,7 +21,7 @@ from llama_index.core.response_synthesizers import BaseSynthesizer, ResponseMode
 from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from ragblend import Chunk, Prompt, open_index
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.errors import PromptTooLongError, UsageError
 from ragblend.frameworks.strict import ChunkNotReusedError
@@ -333,7 +333,7 @@ async def test_pipeline_precomputes_and_deleting_forgets(use_async, tiny_engine)
     assert len(response.source_nodes) == 2
     assert delete_ref_doc(index, "a", llm) == 1
     assert [llm.engine.is_stored(text) for text in (A, B)] == [False, True]
-    assert list(open_registry(llm.engine.store).texts()) == [B]
+    assert list(open_ledger(llm.engine.store).texts()) == [B]
     assert delete_ref_doc(index, "unknown", llm) == 0
 
 
@@ -358,7 +358,7 @@ def test_a_changed_document_in_a_pipeline_drops_what_it_left(tiny_engine):
     run(a=A, b=B)
     run(a=TEXTS[2])
     assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [False, True, True]
-    assert set(open_registry(llm.engine.store).texts()) == {B, TEXTS[2]}
+    assert set(open_ledger(llm.engine.store).texts()) == {B, TEXTS[2]}
     run(a=B)
     run(b=A)
     assert [llm.engine.is_stored(text) for text in (A, B, TEXTS[2])] == [True, True, False], "a has B still"

@@ -30,7 +30,7 @@ def test_doctor_says_which_embedder_an_index_has_and_how_to_change_it(
 ):
     if embedder:
         with open_index(tmp_path, HashingEmbedder(), create=True) as index:
-            index.write_metadata(embedder=embedder, embedder_version=embedder_version(embedder))
+            index.change_index_facts(embedder=embedder, embedder_version=embedder_version(embedder))
     monkeypatch.setattr(doctor, "is_minilm_installed", lambda: is_installed)
     run = CommandRunner(capsys)
     code = int(embedder == "minilm" and not is_installed)  # the index's documents cannot be searched

@@ -4,7 +4,7 @@ import sqlite3
 from contextlib import closing
 
 from ragblend import load_engine
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.store.disk import DiskStore
 from ragblend.operations.maintenance import drop_files_that_block_opening, verify_and_quarantine
 
@@ -22,5 +22,5 @@ def test_entries_in_another_folder_are_recorded_after_the_catalogue_was_dropped(
     disk = DiskStore(store, kv_dir=kv_dir)
     keys = set(disk.keys())
     assert len(keys) == 1
-    with open_registry(disk) as registry:
-        assert set(registry.fingerprints_by_key()) == keys
+    with open_ledger(disk) as ledger:
+        assert set(ledger.fingerprints_by_key()) == keys

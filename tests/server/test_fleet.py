@@ -20,9 +20,8 @@ from test_served_documents import Server
 
 from ragblend import load_engine
 from ragblend.catalog import sent_documents
-from ragblend.catalog.registry import ChunkRegistry
-from ragblend.catalog.sent_documents import Leases
-from ragblend.catalog.stored_documents import list_documents, open_store_documents
+from ragblend.catalog.ledger import Ledger
+from ragblend.catalog.stored_documents import list_documents, open_store_ledgers
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -101,7 +100,7 @@ def test_what_one_stores_another_matches_and_what_another_removes_is_gone(tmp_pa
         assert other.documents.remove("", "kb", ["a"])[0] == 1
         gone_s = within(2.0, lambda: one.matched(A, B, C) == [False, False, True])
         assert other.matched(A, B, C) == [False, False, True]
-        assert list(ChunkRegistry(catalog).texts()) == [C]
+        assert list(Ledger(catalog).texts()) == [C]
         print(f"found after {found_s:.2f} s, gone after {gone_s:.2f} s")
 
 
@@ -125,8 +124,8 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
 
         def precompute(chunk: Any, compute: Callable[[Any], int] = engine.precompute) -> int:
             if chunk.text == A and chunk.context == "neutral":
-                with open_store_documents(other.engine().store) as (registry, index):
-                    found = list_documents(registry, index, "", "kb")
+                with open_store_ledgers(other.engine().store) as (ledger, index):
+                    found = list_documents(ledger, index, "", "kb")
                 assert remove_stored_documents(found, other.engine(), None).num_chunks == 1
                 engine.store.apply_deletions()  # so that no later call deletes it
                 fails.append(fault == "outage")
@@ -134,10 +133,10 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
             return compute(chunk)
 
         def find_unowned(
-            self: ChunkRegistry,
+            self: Ledger,
             given: Any,
             namespace: str,
-            find: Callable[..., list[str]] = ChunkRegistry.find_unowned_texts,
+            find: Callable[..., list[str]] = Ledger.find_unowned_texts,
         ) -> list[str]:
             if any(fails):
                 fails.clear()
@@ -145,7 +144,7 @@ def test_what_is_removed_while_another_computes_it_does_not_stay(tmp_path, catal
             return find(self, given, namespace)
 
         monkeypatch.setattr(engine, "precompute", precompute)
-        monkeypatch.setattr(ChunkRegistry, "find_unowned_texts", find_unowned)
+        monkeypatch.setattr(Ledger, "find_unowned_texts", find_unowned)
         monkeypatch.setattr("ragblend.precompute.delete_stale_kv", lambda *_: 0)
         one.send({"id": "a", "chunks": [A]})
         assert is_removed.wait(60)
@@ -204,51 +203,51 @@ def test_the_documents_of_a_killed_server_are_stored_by_another(tmp_path, catalo
         assert process.stdout.readline() == b"sent\n"
         wait_until(lambda: len(list(DiskStore(tmp_path / "killed").keys())) >= 5, 60, "some are stored")
         process.kill()
-    held = Leases(catalog).leased_by_others()
-    assert any(name.startswith("[") for name in held)
+    leased = Ledger(catalog).leased_by_others()
+    assert any(name.startswith("[") for name in leased)
     with running(tmp_path, catalog, "other", context="neutral") as (other,):
         time.sleep(3)
-        assert {*Leases(catalog).leased_by_others()} >= held, "what the killed one holds is left alone until it expires"
-        with Leases(catalog)._locked() as connection:  # a minute later
+        assert {*Ledger(catalog).leased_by_others()} >= leased, "leases of a killed server end by time only"
+        with Ledger(catalog)._locked() as connection:  # a minute later
             connection.exec_driver_sql("UPDATE leases SET expires_at = now() - interval '1 s' WHERE name LIKE '[%%' OR "
                 "name LIKE 'kv %%'")  # fmt: skip
         wait_until(lambda: not other.counts()["num_waiting"], 60, "all are stored")
         assert (other.counts()["num_stored"], other.counts()["num_failed"]) == (30, 0)
         assert all(other.engine().is_stored(f"{n} and so on. {A}") for n in range(30))
         assert other.documents.remove("", "kb", None)[0] == 30
-        assert list(ChunkRegistry(catalog).texts()) == []
+        assert list(Ledger(catalog).texts()) == []
 
 
 def test_leases_are_one_owner_s_until_they_expire(catalog, monkeypatch):
-    one, other = Leases(catalog), Leases(catalog)
-    assert one.take(["a", "b"]) == {"a", "b"}
-    assert other.take(["b", "c"]) == {"c"}
+    one, other = Ledger(catalog), Ledger(catalog)
+    assert one.take_leases(["a", "b"]) == {"a", "b"}
+    assert other.take_leases(["b", "c"]) == {"c"}
     assert (one.leased_by_others(), other.leased_by_others()) == ({"c"}, {"a", "b"})
-    assert one.take(["a", "c"]) == {"a"}
-    other.release(["a", "b", "c"])
-    assert one.take(["c"]) == {"c"}
-    one.release(["b"])
-    assert other.take(["b"]) == {"b"}
+    assert one.take_leases(["a", "c"]) == {"a"}
+    other.release_leases(["a", "b", "c"])
+    assert one.take_leases(["c"]) == {"c"}
+    one.release_leases(["b"])
+    assert other.take_leases(["b"]) == {"b"}
     monkeypatch.setattr(sent_documents, "LEASE_S", 0.05)
-    assert one.take(["a"]) == {"a"}
+    assert one.take_leases(["a"]) == {"a"}
     time.sleep(0.1)
     assert "a" not in other.leased_by_others()
-    assert other.take(["a"]) == {"a"}
-    before = ChunkRegistry(catalog).change_counter()
-    one.take(["d"])
-    one.release(["d"])
-    assert ChunkRegistry(catalog).change_counter()[0] == before[0], "no prompt looks again because of a lease"
+    assert other.take_leases(["a"]) == {"a"}
+    before = Ledger(catalog).change_counter()
+    one.take_leases(["d"])
+    one.release_leases(["d"])
+    assert Ledger(catalog).change_counter()[0] == before[0], "no prompt looks again because of a lease"
 
 
 def test_a_removal_waits_for_the_server_that_is_storing(tmp_path, catalog, monkeypatch):
     monkeypatch.setattr("ragblend.server.documents._REMOVAL_WAIT_S", 0.3)
     with running(tmp_path, catalog, "one") as (one,):
         one.wait(one.send({"id": "a", "chunks": [A]}))
-        busy = Leases(catalog)
-        assert busy.take(['["", "kb", "a"]']) == {'["", "kb", "a"]'}
+        busy = Ledger(catalog)
+        assert busy.take_leases(['["", "kb", "a"]']) == {'["", "kb", "a"]'}
         with pytest.raises(BackendUnreachableError, match="another server is storing these documents; try again"):
             one.documents.remove("", "kb", ["a"])
-        busy.release(['["", "kb", "a"]'])
+        busy.release_leases(['["", "kb", "a"]'])
         assert one.documents.remove("", "kb", ["a"])[0] == 1
 
 

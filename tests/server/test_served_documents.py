@@ -24,7 +24,7 @@ from places import fill_disk, small_disk
 from servers import wait_until
 
 from ragblend import Prompt, ingest, load_engine
-from ragblend.catalog.registry import ChunkRegistry, open_registry
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.catalog.sent_documents import SentDocument
 from ragblend.engine.namespaces import salted_namespace
 from ragblend.engine.store import eviction
@@ -142,7 +142,7 @@ def test_what_has_not_changed_costs_nothing_and_what_has_is_replaced(server):
     counts = server.wait(server.send({"id": "a", "chunks": [A, C]}))
     assert (counts["num_new_kv"], counts["num_known_kv"]) == (1, 1)
     assert [server.engine().is_stored(text) for text in (A, B, C)] == [True, False, True]
-    assert B not in ChunkRegistry(server.root / CATALOG_FILE)
+    assert B not in Ledger(server.root / CATALOG_FILE)
 
 
 def test_chunks_of_a_version_come_to_those_it_has(server):
@@ -210,11 +210,11 @@ def test_a_document_too_long_for_one_request_is_sent_in_parts(tmp_path, server, 
     done = [step[1:] for step in seen if step[0] == "prefill"]
     assert (done[0], done[-1]) == ((0, num_chunks), (num_chunks, num_chunks))
     assert done == sorted(done)
-    with open_registry(engine.store) as registry:
-        assert registry.count_tokenized_texts(engine.renderer.fingerprint, "") == num_chunks
+    with open_ledger(engine.store) as ledger:
+        assert ledger.count_tokenized_texts(engine.renderer.fingerprint, "") == num_chunks
         assert len(list(engine.store.find_tier(DiskStore).keys())) == num_chunks
         ingest_texts([*texts[:20], f"Changed: {B}"])
-        wanted = {text.strip() for text in registry.texts()}
+        wanted = {text.strip() for text in ledger.texts()}
         assert any(B in text for text in wanted)
         assert not any("Room 39" in text for text in wanted)
     assert len(list(engine.store.find_tier(DiskStore).keys())) == len(wanted) < num_chunks
@@ -232,7 +232,7 @@ def test_a_version_that_was_given_up_leaves_nothing(tmp_path):
         counts = server.wait(ingestion)
         assert (counts["num_stored"], counts["num_new_kv"]) == (1, 0)
         assert list(DiskStore(server.root).keys()) == [server.engine().key(A)]
-        assert list(ChunkRegistry(server.root / CATALOG_FILE).texts()) == [A]
+        assert list(Ledger(server.root / CATALOG_FILE).texts()) == [A]
 
 
 def test_removal_leaves_nothing(server):
@@ -640,15 +640,15 @@ def test_each_change_of_documents_is_in_the_audit_log(server, caplog):
     ]
 
 
-def test_a_server_started_without_its_catalogue_accepts_documents_after_the_outage(tmp_path, monkeypatch):
-    made, is_down = served_documents.ChunkRegistry, True
+def test_a_server_that_starts_without_its_catalogue_accepts_documents_when_it_is_back(tmp_path, monkeypatch):
+    made, is_down = served_documents.Ledger, True
 
     def connect(place: Any) -> Any:
         if is_down:
             raise BackendUnreachableError("the catalogue does not answer")
         return made(place)
 
-    monkeypatch.setattr(served_documents, "ChunkRegistry", connect)
+    monkeypatch.setattr(served_documents, "Ledger", connect)
     monkeypatch.setattr(served_documents, "_RETRY_S", 0.01)
     with serving(tmp_path / "kv") as server:
         for use in (lambda: server.send({"id": "a", "text": A}), server.counts):

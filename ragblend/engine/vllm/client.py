@@ -486,7 +486,7 @@ class VllmClient(EngineBase):
         """Do nothing, because the server reads its store only for requests."""
 
     def add_known_chunks(self, chunks: Iterable[Part]) -> None:
-        """Do nothing, because the server matches prompts with the chunks in its own registry."""
+        """Do nothing, because the server matches prompts with the chunks in its own ledger."""
 
     def _send_missing(self, prompt: Prompt) -> None:
         text_of = {text_id(text): text for chunk in prompt.chunks if (text := chunk.text.strip())}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings, read_environment, trusted_setting
-from ragblend.engine.entry_records import record_entries_on_put
+from ragblend.engine.deletions import record_entries_on_put
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import TieredStore

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tier_support import make_kv
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVSpec
 from ragblend.engine.transformers.checkpoints import AS_IT_IS
@@ -42,9 +42,9 @@ def num_matched_tokens(
     fingerprint = Renderer(load_tokenizer(str(tokenizer))[0]).fingerprint
     for kv in CHUNKS:
         disk.put(kv)
-        with ChunkRegistry(store / CATALOG_FILE) as registry:
+        with Ledger(store / CATALOG_FILE) as ledger:
             for each in ("acme", "known"):
-                registry.add_ids([(f"text {kv.header.key}", kv.header.token_ids)], fingerprint, each)
+                ledger.add_ids([(f"text {kv.header.key}", kv.header.token_ids)], fingerprint, each)
     module = "ragblend.engine.vllm.scheduler_side.scheduler"
     monkeypatch.setattr(f"{module}.model_fingerprint", lambda model: "model")
     monkeypatch.setattr(f"{module}.model_kv_spec", lambda model: KVSpec.from_kv_shapes("float32", [(2, 4, 4)] * 2))

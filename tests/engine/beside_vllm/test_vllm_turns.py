@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.engine.matching import KnownChunks, turn_ends
 from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
 from ragblend.prompt.types import ChunkRun, Variant
@@ -112,7 +112,7 @@ def test_a_quotation_at_the_end_of_a_turn_belongs_to_its_question():
     """So a later prompt has the same runs as the prompt of the turn had."""
     chunk = tuple(range(10, 90))
     prompt = [9, *chunk, 8, *chunk[:20], *TAIL, 8, *chunk[:70], *TAIL, 8, *chunk[:20], *TAIL]
-    known = KnownChunks(ChunkRegistry(), "tokenizer", "")
+    known = KnownChunks(Ledger(), "tokenizer", "")
     known.add(["a text"], lambda _: chunk)
     runs = [ChunkRun(chunk, 0, start, start + count) for start, count in ((1, 80), (82, 20), (105, 70), (178, 20))]
     assert known.find_runs(prompt) == runs

@@ -15,7 +15,7 @@ from functools import lru_cache, partial
 from time import perf_counter
 from typing import NamedTuple
 
-from ragblend.catalog.registry import open_registry
+from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.base import default_context_policy
 from ragblend.engine.matching import find_stored, find_variants, open_known_chunks, turn_ends
 from ragblend.engine.store.disk import DiskStore
@@ -65,11 +65,11 @@ class ChunkLookup:
         self.prefix_ids = config.prefix_ids
         self._tail_ids: tuple[int, ...] = ()
         self._neutral_ids: tuple[int, ...] = ()
-        self._registry = None if renderer is None else open_registry(disk)
-        if renderer is not None and self._registry is not None:
+        self._ledger = None if renderer is None else open_ledger(disk)
+        if renderer is not None and self._ledger is not None:
             self.prefix_ids = config.prefix_ids or renderer.prefix_ids(pins_date=True)
             self._tail_ids, self._neutral_ids = renderer.tail_ids, renderer.neutral_ids
-            open_chunks = partial(open_known_chunks, self._registry, renderer.fingerprint)
+            open_chunks = partial(open_known_chunks, self._ledger, renderer.fingerprint)
             self._known_chunks = lru_cache(_NAMESPACES_OPEN)(open_chunks)
             self._pool.submit(self._match, (), "")  # builds the token index before any request
 
@@ -96,11 +96,11 @@ class ChunkLookup:
         return [(run, [variant.key for variant in variants]) for run, variants in candidates]
 
     def close(self) -> None:
-        """Cancel the lookups that have not begun, and close the registry."""
+        """Cancel the lookups that have not begun, and close the ledger."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._registry is not None:
+        if self._ledger is not None:
             self._known_chunks.cache_clear()
-            self._registry.close()
+            self._ledger.close()
 
     def context_policy(self) -> ContextPolicy:
         """Return the context policy: the configured one, else the store's own, else the default for the model."""
@@ -135,7 +135,7 @@ class ChunkLookup:
 
         The prompt's last token is in no run, because vLLM has to compute this token before it can sample.
         """
-        if self._registry is None:
+        if self._ledger is None:
             return ()
         try:
             runs = self._known_chunks(namespace).match(ids, self._tail_ids, by_turn=True)

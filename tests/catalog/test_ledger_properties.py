@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis.strategies import lists, sampled_from, tuples
 from postgres import fresh_schema
 
-from ragblend.catalog.registry import ChunkRegistry
+from ragblend.catalog.ledger import Ledger
 from ragblend.catalog.schema import DocumentKey
+from ragblend.catalog.stored_documents import list_added
 from ragblend.files.store_folder import CATALOG_FILE
 
 TEXTS = [*(f"text {number}" for number in range(3)), "nul \x00 in it", "\x1a0 \x1a", "\x1a1 \x00"]
@@ -46,26 +47,28 @@ def test_a_text_is_in_postgresql_while_a_document_owns_it(postgres, operations):
 def check(operations: list[tuple[str, DocumentKey, list[str], int]], new: AbstractContextManager[str | Path]) -> None:
     owned: dict[DocumentKey, set[str]] = {name: set() for name in DOCUMENTS}
     with new as place:
-        registries = [ChunkRegistry(place) for _ in range(2)]
+        ledgers = [Ledger(place) for _ in range(2)]
         for number, (operation, document, texts, which) in enumerate(operations):
-            registry = registries[which]
+            ledger = ledgers[which]
             before = set().union(*owned.values())
             if operation == "add":
                 owned[document] |= {*texts}
-                assert registry.add([f" {text}\n" for text in texts], document) == len({*texts} - before)
+                padded = dict.fromkeys((f" {text}\n" for text in texts), 0)
+                assert ledger.add_texts({document: padded}) == len({*texts} - before)
             else:
                 kept = {*texts} & owned[document] if operation == "replace" else owned[document] - {*texts}
                 released = owned[document] - kept
                 owned[document] = kept
                 orphans = released - set().union(*owned.values())
-                assert {*registry.remove_from_documents({document: released}, "")} == orphans
-            registry.add_ids([(text, range(number)) for text in texts if text in registry], "t", "")
-            other = registries[1 - which]
+                assert {*ledger.remove_texts({document: released}, "")} == orphans
+            ledger.add_ids([(text, range(number)) for text in texts if text in {*ledger.texts()}], "t", "")
+            other = ledgers[1 - which]
             everything = set().union(*owned.values())
             assert {*other.texts()} == everything
             assert {text for text in TEXTS if other.has_ids(text, "t", "")} <= everything
-            assert other.documents() == {name: len(owned[name]) for name in DOCUMENTS if owned[name]}
+            num_texts = {each.key: each.num_chunks for each in list_added(other, with_indexes=True)}
+            assert num_texts == {name: len(owned[name]) for name in DOCUMENTS if owned[name]}
             assert all(other.texts_of(name) == owned[name] for name in DOCUMENTS)
-        assert registries[0].find_problems() == []
-        for registry in registries:
-            registry.close()
+        assert ledgers[0].find_problems() == []
+        for ledger in ledgers:
+            ledger.close()

@@ -3,9 +3,9 @@
 Each entry of a disk tier is recorded when it is stored, so that a removal finds the entries of a text without reading
 files. Every removal, replacement, collection of garbage and change of the context policy calls `schedule_deletions`
 with the keys of the entries that it leaves, and then `run_deletions`, which deletes the entries. Documents of an index
-are removed in an earlier transaction, which records their texts; other callers remove the texts in the transaction
-that schedules. After a kill, or while a remote tier does not answer, the records stay, and the next run
-continues. Storing an entry again cancels its deletion. Depends on a store and its registry, not on models or texts.
+are removed in an earlier transaction, which records the texts that they lost; other callers remove the texts in the
+transaction that schedules. After a kill, or while a remote tier does not answer, the records stay, and the next run
+continues. Storing an entry again cancels its deletion. Depends on a store and its ledger, not on models or texts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 
-from ragblend.catalog.registry import ChunkRegistry, open_registry
-from ragblend.catalog.schema import PendingDeletion
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import KVHeader
@@ -35,21 +34,16 @@ class UnfinishedDeletionError(BackendUnreachableError):
         self.num_deleted = num_deleted
 
 
-def schedule_deletions(source_of: Mapping[str, str], store: KVStore, registry: ChunkRegistry) -> None:
+def schedule_deletions(source_of: Mapping[str, str], store: KVStore, ledger: Ledger) -> None:
     """Record entries that `run_deletions` has to delete from every tier of `store`. They count as stored no more.
 
     source_of: for each entry's key, the document that had its text; "" if unknown. Call it in the transaction of
-    `registry` that removes the texts, or their records, so that a kill leaves either of them or these records.
+    `ledger` that removes the texts, or their records, so that a kill leaves either of them or these records.
     """
-    tiers = _deletion_tiers(store, registry)
-    with registry.write_transaction():
-        registry.remove_stored_entries(source_of)
-        registry.record_deletions(
-            PendingDeletion(key, tier, source) for key, source in source_of.items() for tier in tiers
-        )
+    ledger.record_deletions(source_of, _deletion_tiers(store, ledger))
 
 
-def run_deletions(store: KVStore, registry: ChunkRegistry) -> set[str]:
+def run_deletions(store: KVStore, ledger: Ledger) -> set[str]:
     """Delete the entries whose deletion is recorded. Return the keys of those that a tier had.
 
     The tiers of this machine delete first, because they must not wait for an unreachable remote tier. A remote tier
@@ -57,27 +51,27 @@ def run_deletions(store: KVStore, registry: ChunkRegistry) -> set[str]:
     every tier was tried, if a remote tier does not answer.
     """
     deleted, unanswered = set[str](), ""
-    for tier in _deletion_tiers(store, registry):
-        keys = [each.key for each in registry.pending_deletions([tier])]
+    for tier in _deletion_tiers(store, ledger):
+        keys = ledger.pending_deletions(tier)
         for start in range(0, len(keys), _BATCH):
-            with registry.write_transaction():  # no process stores an entry again in the meantime
-                batch = registry.find_pending(keys[start : start + _BATCH], tier)
+            with ledger.write_transaction():  # no process stores an entry again in the meantime
+                batch = ledger.find_pending(keys[start : start + _BATCH], tier)
                 try:
                     deleted |= _delete_from_tier(batch, tier, store)
                 except BackendUnreachableError as error:
                     unanswered = str(error)
                     break
-                registry.clear_deletions(batch, tier)
-                if tier == registry.local_tier(store.folder):
-                    registry.remove_entries(batch)  # including entries that were evicted earlier
+                ledger.clear_deletions(batch, tier)
+                if tier == ledger.local_tier(store.folder):
+                    ledger.remove_entries(batch)  # including entries that were evicted earlier
     if unanswered:
         raise UnfinishedDeletionError(len(deleted), unanswered)
     return deleted
 
 
-def _deletion_tiers(store: KVStore, registry: ChunkRegistry) -> list[str]:
-    """Return the tiers of `PendingDeletion.tier`: this machine's tiers as one, then the URL of each remote tier."""
-    return [registry.local_tier(store.folder), *(tier.values.url for tier in store.find_tiers(RemoteStore))]
+def _deletion_tiers(store: KVStore, ledger: Ledger) -> list[str]:
+    """Return the tiers of DELETIONS: this machine's tiers as one, then the URL of each remote tier."""
+    return [ledger.local_tier(store.folder), *(tier.values.url for tier in store.find_tiers(RemoteStore))]
 
 
 def _delete_from_tier(keys: Iterable[str], tier: str, store: KVStore) -> set[str]:
@@ -87,26 +81,26 @@ def _delete_from_tier(keys: Iterable[str], tier: str, store: KVStore) -> set[str
     return {key for key in keys if store.delete_local(key)}
 
 
-def record_entries_on_put(store: KVStore) -> ChunkRegistry | None:
-    """Make the store's disk tier record each entry's chunk in its registry (see `record_entry`).
+def record_entries_on_put(store: KVStore) -> Ledger | None:
+    """Make the store's disk tier record each entry's chunk in its ledger (see `record_entry`).
 
     An entry is recorded before its file is written, so that a killed process leaves no unrecorded file. Return the
-    registry; None if the store has no disk tier, or if that tier records its entries already.
+    ledger; None if the store has no disk tier, or if that tier records its entries already.
     """
     disk = store.find_tier(DiskStore)
     if disk is None or disk.on_put is not None:
         return None
-    registry = open_registry(disk)
-    disk.on_put, disk.on_delete = partial(record_entry, registry), partial(_record_deletions, registry)
-    return registry
+    ledger = open_ledger(disk)
+    disk.on_put, disk.on_delete = partial(record_entry, ledger), partial(_record_deletions, ledger)
+    return ledger
 
 
-def _record_deletions(registry: ChunkRegistry, keys: Collection[str]) -> None:
+def _record_deletions(ledger: Ledger, keys: Collection[str]) -> None:
     """Record that another machine has deleted entries."""
-    if not registry.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
-        registry.remove_stored_entries(keys)
+    if not ledger.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
+        ledger.unrecord_stored_entries(keys)
 
 
-def record_entry(registry: ChunkRegistry, header: KVHeader) -> None:
+def record_entry(ledger: Ledger, header: KVHeader) -> None:
     """Record the chunk of the entry with this header."""
-    registry.record_entry_chunk(header.key, header.token_ids, header.namespace)
+    ledger.record_entry_chunk(header.key, header.token_ids, header.namespace)
