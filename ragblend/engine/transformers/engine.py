@@ -15,6 +15,7 @@ from typing import Any, Unpack, get_args
 import torch
 from torch import Tensor
 
+from ragblend.engine.fusion.check_layers import validate_selection
 from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
@@ -23,6 +24,7 @@ from ragblend.engine.fusion.prefill import (
     prefill_chunks,
     prefill_missing,
 )
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
     CancelCheck,
@@ -244,9 +246,11 @@ class TransformersEngine(BlendingEngine):
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stop_strings)
         matched = self.match(prompt)
+        rule, least = generation_options.rule, generation_options.least_ratio
         choice = self.calibrations.resolve_request_tuning(
-            matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
+            matched.prefix_ids, rule, generation_options.recompute_ratio if least is None else least
         )
+        validate_selection(find_rule(choice.rule, self.num_layers), generation_options)
         self._check_length(matched.num_tokens + 1, "prompt")
         return EngineRequest(
             matched,

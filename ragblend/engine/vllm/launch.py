@@ -32,7 +32,15 @@ from ragblend.engine.vllm.support import (
 )
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.options import CONTEXT, ContextPolicy, GenerationOptions, Mode, ModelOptions, RatioChoice
+from ragblend.options import (
+    CONTEXT,
+    ContextPolicy,
+    GenerationOptions,
+    Mode,
+    ModelOptions,
+    RatioChoice,
+    SelectionOptions,
+)
 from ragblend.prompt.render import Renderer
 
 CONNECTOR = "BlendConnector"
@@ -263,6 +271,7 @@ def transfer_config(
     mode: Mode = "blend",
     rule: str | None = None,
     ratio: RatioChoice = None,
+    selection: Mapping[str, Any] | None = None,
     system: str | None = None,
     context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
@@ -271,8 +280,9 @@ def transfer_config(
     """Return vLLM's `--kv-transfer-config` for the connector over the store directory `store`.
 
     `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and `ratio`
-    are the defaults of requests. `system`: the system prompt after which chunks were ingested. `context`: their context
-    policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware` requires from clients.
+    are the defaults of requests, and so are the fields of SelectionOptions in `selection`. `system`: the system prompt
+    after which chunks were ingested. `context`: their context policy; None for the store's own. `keys`: the file of API
+    keys that `RoutesMiddleware` requires from clients.
     """
     extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
@@ -288,6 +298,7 @@ def transfer_config(
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:
         extra["ratio"] = GenerationOptions(recompute_ratio=ratio).recompute_ratio
+    extra.update(SelectionOptions(**(selection or {})).selection)
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

@@ -354,7 +354,7 @@ class BlendWorker:
             question_start=question_start if question_start < len(ids) else None,
         )
         if params.mode == "blend":
-            plan = plan.with_rule(params.rule, job.ratio, layers, job.fitted)
+            plan = plan.with_rule(params.rule, job.ratio, layers, job.fitted, params)
         is_exact = params.mode == "blend" and job.ratio >= 1
         return replace(
             plan, num_resident=num_resident, num_exact=None if is_exact else min(num_resident, job.runs[0].start)
@@ -362,8 +362,8 @@ class BlendWorker:
 
     def _paged(self, job: BlendJob, turn: BlendTurn, plan: FusePlan, num_in_blocks: int) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
-        kept = {plan.check_layer}
-        if self.layers.attends_scattered_rows_together and 0 < plan.ratio < 1:
+        kept = {check.layer for check in plan.checks}
+        if self.layers.attends_scattered_rows_together and plan.recomputes_some:
             kept.update(range(self.layers.num_layers))
         num_probe_rows = len(plan.token_ids) - plan.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
