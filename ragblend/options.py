@@ -378,11 +378,13 @@ class GenerationOptions(SelectionOptions):
 
     def __post_init__(self) -> None:
         SelectionOptions.__post_init__(self)
-        if self.least_ratio is not None and is_number(self.recompute_ratio):
+        if self.recompute_ratios is not None or self.deviation_thresholds is not None:
             name = "deviation_thresholds" if self.recompute_ratios is None else "recompute_ratios"
-            raise UsageError(
-                f"recompute_ratio is {self.recompute_ratio}, but {name} says what each check layer keeps; remove one"
-            )
+            if self.recompute_ratio not in (None, "auto", self.least_ratio):
+                raise UsageError(
+                    f"recompute_ratio is {self.recompute_ratio}, but {name} sets what check layers keep; remove one"
+                )
+            object.__setattr__(self, "recompute_ratio", self.least_ratio)
         if self.top_logprobs and not self.logprobs:
             raise UsageError(f"top_logprobs is {self.top_logprobs}, but logprobs is off; pass logprobs=True, too")
         if not all(self.stop_strings):

@@ -145,7 +145,7 @@ class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
     `rule` selects the share `ratio` of the chunk tokens for recomputing. A rule that measures deviations selects at
-    each of `checks`, which have shares of their own. By default, no stored token is recomputed. The first
+    each of `checks`, by the share of that check. By default, no stored token is recomputed. The first
     `num_resident` rows of the prompt's KV are valid before fusing starts (a prefix, earlier turns). The first
     `num_exact` of these are exact. The others may not be, for example if an earlier turn blended a chunk.
     """
@@ -215,21 +215,23 @@ class FusePlan:
         """Return this plan with the rule called `name`, which recomputes the share `ratio` of the chunk tokens.
 
         "auto" is the default rule, or NO_PROBE_RULE if the default rule's query probe costs too much for this prompt.
-        `fitted`: rule and check layer of a calibration for `name`. `options`: see `schedule_check_layers`, which also
-        raises its errors. Raises UsageError for an unknown name.
+        `fitted`: rule and check layer of a calibration for `name`. Raises UsageError as `schedule_check_layers`.
         """
         num_layers, global_layers = model.num_layers, model.global_layers
-        rule_name, check_layer = fitted or (name, default_check_layer(global_layers))
+        rule_name, check_layer = fitted or (name, None)
         rule = find_rule(rule_name, num_layers)
         num_fresh = len(self.token_ids) - self.num_resident - self.num_chunk_tokens
         num_candidates = sum(each.kv.header.num_tokens for each in self.placements if not each.exact)
         counts = (num_fresh, num_candidates, self.num_chunk_tokens, num_layers)
         if name == "auto" and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
-            rule, check_layer = find_rule(NO_PROBE_RULE), default_check_layer(global_layers)
-        options = options or SelectionOptions()
-        checks = schedule_check_layers(rule, ratio, check_layer, num_layers, options)
-        rule = replace(rule, deviation=options.deviation or rule.deviation)
-        ratio = mean_ratio(checks, num_layers) if options.recompute_ratios else ratio
+            rule, check_layer = find_rule(NO_PROBE_RULE), None
+        checks: tuple[CheckLayer, ...] = ()
+        if rule.deviation is not None or (options is not None and options.selection):
+            options = options or SelectionOptions()
+            first = default_check_layer(global_layers) if check_layer is None else check_layer
+            checks = schedule_check_layers(rule, ratio, first, num_layers, options)
+            rule = replace(rule, deviation=options.deviation or rule.deviation)
+            ratio = mean_ratio(checks, num_layers) if options.recompute_ratios else ratio
         probe_layers = rule.probe_layers(num_layers, global_layers)
         return replace(self, rule=rule, ratio=ratio, checks=checks, probe_layers=probe_layers)
 

@@ -113,9 +113,10 @@ class BlendingEngine(LocalEngine):
         runs, placed_ends = request.prompt.runs, {each.end for each in placements}
         wanted = runs if request.mode != "prefix" else ()
         misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
-        num_stored = sum(run.num_tokens for run in runs if run.end <= num_resident or run.end in placed_ends)
-        if request.mode == "blend" and placements and (reason := request.options.refusal(num_stored)):
-            return replace(self._full_prefill(request, reason), misses=misses)
+        if request.mode == "blend" and placements and request.options.blend_min_tokens:
+            num_stored = sum(run.num_tokens for run in runs if run.end <= num_resident or run.end in placed_ends)
+            if reason := request.options.refusal(num_stored):
+                return replace(self._full_prefill(request, reason), misses=misses)
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,

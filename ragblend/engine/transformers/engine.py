@@ -15,7 +15,6 @@ from typing import Any, Unpack, get_args
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.check_layers import validate_selection
 from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.fusion.prefill import (
     CPU_PASS_TOKENS,
@@ -24,7 +23,6 @@ from ragblend.engine.fusion.prefill import (
     prefill_chunks,
     prefill_missing,
 )
-from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
     CancelCheck,
@@ -246,11 +244,9 @@ class TransformersEngine(BlendingEngine):
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stop_strings)
         matched = self.match(prompt)
-        rule, least = generation_options.rule, generation_options.least_ratio
         choice = self.calibrations.resolve_request_tuning(
-            matched.prefix_ids, rule, generation_options.recompute_ratio if least is None else least
+            matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
         )
-        validate_selection(find_rule(choice.rule, self.num_layers), generation_options)
         self._check_length(matched.num_tokens + 1, "prompt")
         return EngineRequest(
             matched,
