@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import cache
@@ -28,12 +28,15 @@ from ragblend.option_fields import at_least, copy_option, one_of, option
 from ragblend.options import (
     BACKEND,
     GENERATION_NAMES,
+    SELECTION_NAMES,
     ContextPolicy,
+    Deviation,
     GenerationOptions,
     LoadOptions,
     Mode,
     ModelOptions,
     RatioChoice,
+    SelectionOptions,
     TierOptions,
     is_server_url,
 )
@@ -52,6 +55,7 @@ _WITHOUT_FLAG = (
     "catalog",
     "remote_timeout_s",
     "refine_ratio",
+    *SELECTION_NAMES,
     "store_key_file",
     "max_file_mib",
     "gpus_per_worker",
@@ -101,6 +105,11 @@ class Settings(TierOptions):
     rule: str = copy_option(GenerationOptions, "rule")
     recompute_ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
     refine_ratio: float = copy_option(GenerationOptions, "refine_ratio")
+    check_layers: Sequence[int] | None = copy_option(SelectionOptions, "check_layers")
+    recompute_ratios: Sequence[float] | None = copy_option(SelectionOptions, "recompute_ratios")
+    deviation: Deviation | None = copy_option(SelectionOptions, "deviation")
+    deviation_thresholds: Sequence[float] | None = copy_option(SelectionOptions, "deviation_thresholds")
+    blend_min_tokens: int | None = copy_option(SelectionOptions, "blend_min_tokens")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
     system: str | None = copy_option(LoadOptions, "system")
@@ -117,6 +126,11 @@ class Settings(TierOptions):
         """The keyword arguments of `generate` and `stream`."""
         shared = self.__dataclass_fields__.keys() & set(GENERATION_NAMES)
         return GenerationOptions(**{name: getattr(self, name) for name in shared}).keywords
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """The fields of SelectionOptions that are set."""
+        return SelectionOptions(**{name: getattr(self, name) for name in SELECTION_NAMES}).selection
 
     @property
     def model_options(self) -> ModelOptions:
@@ -304,6 +318,9 @@ def _cast(name: str, value: Any, origin: str) -> Any:
     if value in names:
         return value
     try:
+        if get_origin(kind) is Sequence:  # the environment has "1,8,16"
+            (each,), parts = get_args(kind), value.split(",") if isinstance(value, str) else value
+            return [each(part) if isinstance(part, str) else part for part in parts]
         if kind is bool and isinstance(value, str):
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[value.lower()]
         if isinstance(value, bool | float) and kind is int and (isinstance(value, bool) or value % 1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from ragblend.options import ContextPolicy, DiskBudget, KvDtype, Mode, RatioChoice
+from ragblend.options import ContextPolicy, Deviation, DiskBudget, KvDtype, Mode, RatioChoice
 
 
 class TierKeywords(TypedDict, total=False):
@@ -58,6 +58,11 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
 class GenerationKeywords(TypedDict, total=False):
     """Types of GenerationOptions."""
 
+    check_layers: Sequence[int] | None
+    recompute_ratios: Sequence[float] | None
+    deviation: Deviation | None
+    deviation_thresholds: Sequence[float] | None
+    blend_min_tokens: int | None
     mode: Mode
     rule: str
     recompute_ratio: RatioChoice

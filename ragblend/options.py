@@ -1,6 +1,7 @@
 """Options that are set in more than one place, each defined once: type, default, validation and help.
 
-`TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request.
+`TierOptions` are for a store, `ModelOptions` and `LoadOptions` for loading, `GenerationOptions` for a request, with
+`SelectionOptions`, which vLLM's connector reads as well.
 `config.Settings` declares those that only commands have. Settings, command line, engines, the frameworks' models and
 vLLM's connector take defaults, limits and help from here by `copy_option` and `default_of`. `option_keywords` is
 generated from these classes, for type checkers. Depends on values only.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Literal, TypeVar, get_args
 
 from ragblend.errors import UsageError
@@ -37,7 +39,7 @@ RatioChoice = float | Literal["auto"] | None  # share to recompute; "auto" or No
 KvDtype = Literal["auto", "int8", "fp8"]
 DiskBudget = float | Literal["auto"]  # GiB, 0 for no limit; "auto": half of the disk space that other files leave
 ContextPolicy = Literal["none", "neutral"]  # text between the prefix and a chunk when its KV is computed
-
+Deviation = Literal["k", "v", "kv"]  # KV whose distance from fresh KV a rule measures at its check layers
 
 TRUE_OR_FALSE = Validator(lambda value: type(value) is bool, "True or False")
 TEXT = Validator(lambda value: isinstance(value, str), "a text")
@@ -75,6 +77,30 @@ BIAS = Validator(
     "a dictionary of token ids to numbers from -100 (never) to 100 (always)",
 )
 CONTEXT = one_of(*get_args(ContextPolicy))
+CHECK_LAYERS = Validator(
+    lambda value: (
+        is_sequence(value)
+        and len(value) > 0
+        and all(type(each) is int and each >= 0 for each in value)
+        and all(before < after for before, after in pairwise(value))
+    ),
+    "numbers of layers, ascending, as in [1, 8, 16]",
+)
+RATIOS = Validator(
+    lambda value: (
+        is_sequence(value)
+        and len(value) > 0
+        and all(map(SHARE.accepts, value))
+        and all(before >= after for before, after in pairwise(value))
+    ),
+    "a share from 0 to 1 for each check layer, none above the one before it, as in [0.2, 0.15, 0.1]",
+)
+THRESHOLDS = Validator(
+    lambda value: (
+        is_sequence(value) and len(value) > 0 and all(is_number(each) and 0 <= each < math.inf for each in value)
+    ),
+    "a number of 0 (recompute every chunk token) or more for each check layer, as in [0.3]",
+)
 MAX_TOP_LOGPROBS = 20  # as with OpenAI and vLLM
 
 
@@ -229,10 +255,81 @@ class LoadOptions(TierOptions):
     max_retries: int | None = option(None, "Retries of a request to a server.", RETRIES)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionOptions:
+    """Options of mode "blend" for rules that measure deviations: `cacheblend` and its variants. Validated.
+
+    `check_layers`: layers, ascending, at which the rule measures how far stored KV is from fresh KV, and keeps some of
+    the tokens that the check layer before kept. None: the rule's. `recompute_ratios`: share of the chunk tokens that
+    each check layer keeps, in place of `recompute_ratio`. `deviation_thresholds`: instead of a share, each check layer
+    keeps the tokens whose relative deviation, |stored - fresh| / |fresh|, is at least this. Of both, one number is
+    for every check layer. `deviation`: "v" measures values, "k" keys, "kv" both. None: the rule's.
+    `blend_min_tokens`: a prompt with fewer tokens that have KV is prefilled in full. None and 0: no prompt is.
+    """
+
+    check_layers: Sequence[int] | None = option(
+        None, "Layers at which a cacheblend rule selects tokens, ascending. Default: the rule's.", CHECK_LAYERS
+    )
+    recompute_ratios: Sequence[float] | None = option(
+        None, "Share of chunk tokens to keep at each check layer, instead of one ratio.", RATIOS
+    )
+    deviation: Deviation | None = option(
+        None, "KV that a cacheblend rule compares: k, v or kv. Default: the rule's.", one_of(*get_args(Deviation))
+    )
+    deviation_thresholds: Sequence[float] | None = option(
+        None, "Least relative deviation of recomputed tokens at each check layer, instead of a ratio.", THRESHOLDS
+    )
+    blend_min_tokens: int | None = option(
+        None, "Prompts with fewer tokens that have stored KV are prefilled in full.", int_at_least(0, "none are")
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name in ("check_layers", "recompute_ratios", "deviation_thresholds"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(value))
+        if self.recompute_ratios is not None and self.deviation_thresholds is not None:
+            raise UsageError(
+                f"recompute_ratios are {self.recompute_ratios} and deviation_thresholds {self.deviation_thresholds}, "
+                "but a check layer selects by one of them; remove the other"
+            )
+        for name in ("recompute_ratios", "deviation_thresholds"):
+            values = getattr(self, name)
+            if values is not None and self.check_layers is not None and len(values) not in (1, len(self.check_layers)):
+                raise UsageError(
+                    f"{name} has {len(values)} numbers for the {len(self.check_layers)} check_layers "
+                    f"{self.check_layers}; pass one for each, or one for all"
+                )
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """Return the fields of SelectionOptions that are set, by name."""
+        return {name: value for name in SELECTION_NAMES if (value := getattr(self, name)) is not None}
+
+    @property
+    def least_ratio(self) -> float | None:
+        """Return the share of the chunk tokens that every layer recomputes at least; None if `recompute_ratio` sets it.
+
+        With thresholds, the share is known beforehand only if it is 1, because all thresholds are 0; else this is 0.
+        """
+        if self.deviation_thresholds is not None:
+            return 0.0 if any(self.deviation_thresholds) else 1.0
+        return None if self.recompute_ratios is None else float(self.recompute_ratios[-1])
+
+    def refusal(self, num_stored: int) -> str:
+        """Return why a prompt in which `num_stored` tokens have stored KV is not blended; "" if it is."""
+        if not 0 < num_stored < (self.blend_min_tokens or 0):
+            return ""
+        return f"{num_stored} tokens have stored KV, fewer than blend_min_tokens, {self.blend_min_tokens}"
+
+
+SELECTION_NAMES = tuple(each.name for each in fields(SelectionOptions))
+
+
 @reject_unknown_names
 @dataclass(frozen=True, slots=True)
-class GenerationOptions:
-    """Options of one answer. Validated by the constructor. `stop` is a list of stop strings, or one string.
+class GenerationOptions(SelectionOptions):
+    """Options of one answer, with SelectionOptions. Validated. `stop` is a list of stop strings, or one string.
 
     `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. "auto" means the store's
     calibrated ratio or, without one, the rule's default. None means the ratio that a server was started with, else
@@ -293,7 +390,14 @@ class GenerationOptions:
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        SelectionOptions.__post_init__(self)
+        if self.recompute_ratios is not None or self.deviation_thresholds is not None:
+            name = "deviation_thresholds" if self.recompute_ratios is None else "recompute_ratios"
+            if self.recompute_ratio not in (None, "auto", self.least_ratio):
+                raise UsageError(
+                    f"recompute_ratio is {self.recompute_ratio}, but {name} sets what check layers keep; remove one"
+                )
+            object.__setattr__(self, "recompute_ratio", self.least_ratio)
         if self.top_logprobs and not self.logprobs:
             raise UsageError(f"top_logprobs is {self.top_logprobs}, but logprobs is off; pass logprobs=True, too")
         if not all(self.stop_strings):

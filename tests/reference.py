@@ -301,12 +301,14 @@ class Reference:
         recomputed: Sequence[int] | None = None,
         carry: float = 0.0,
         deepest: int | None = None,
+        thresholds: dict[int, float] | None = None,
     ) -> Blended:
         """Blend a prompt of stored and new spans.
 
         shares: {check layer: share of the stored tokens that is still recomputed after it}.
-        deviation: "v" or "k" select by the deviation of values or keys. "ask" selects before layer 0: first the edges
-        of each stored span, then the tokens with the highest attention from the question at the layers `read`.
+        thresholds: {check layer: least distance of a recomputed token, divided by the length of its fresh vector}.
+        deviation: "v", "k" or "kv" select by the deviation of values, keys or both. "ask" selects before layer 0: first
+        the edges of each stored span, then the tokens with the highest attention from the question at layers `read`.
         question: position of the question's start; None: after the last stored token.
         recomputed: positions to recompute, instead of a selection.
         carry: share of the predicted change that is added to the KV of kept tokens from layer 1 on (keys before
@@ -338,7 +340,8 @@ class Reference:
         last = len(ids) - 1  # always computed, because its logits are the result
         candidates.discard(last)
         computed.add(last)
-        if recomputed is None and not any(shares.values()):
+        thresholds = thresholds or {}
+        if recomputed is None and not any(shares.values()) and not thresholds:
             candidates = set()
 
         if deviation == "ask" and candidates and shares[0] < 1:
@@ -370,16 +373,18 @@ class Reference:
                 keys[layer][kept] = self.rope(layer, before_rope[layer][kept] + moved, kept)
                 values[layer][kept] += carry * predict_change(v[rows] - values[layer][there])
             q, k = self.rope(layer, q, running, "query_layernorm"), self.rope(layer, k, running)
-            if layer in shares and shares[layer] < 1 and recomputed is None:
-                fresh, stored = (v, values[layer]) if deviation == "v" else (k, keys[layer])
-                drift = {
-                    position: float((fresh[row] - stored[position]).pow(2).sum())
-                    for row, position in enumerate(running)
-                    if position in candidates
-                }
-                count = min(len(drift), math.ceil(round(shares[layer] * num_stored, 6)))
+            selects = shares.get(layer, 1) < 1 or thresholds.get(layer, 0) > 0
+            if selects and recomputed is None:
+                met = [(k, keys[layer])] * ("k" in deviation) + [(v, values[layer])] * ("v" in deviation)
+                drift, length = {}, {}
+                for row, position in enumerate(running):
+                    if position in candidates:
+                        drift[position] = sum(float((f[row] - s[position]).pow(2).sum()) for f, s in met)
+                        length[position] = sum(float(f[row].pow(2).sum()) for f, _ in met)
+                count = min(len(drift), math.ceil(round(shares.get(layer, 1) * num_stored, 6)))
+                least = thresholds.get(layer, 0)
                 order = sorted(drift, key=lambda position: -drift[position])
-                candidates = set(order[:count])
+                candidates = {p for p in order[:count] if math.sqrt(drift[p] / length[p]) >= least}
                 rows = [row for row, position in enumerate(running) if position in candidates | computed]
                 running = [running[row] for row in rows]
                 hidden, q, k, v = hidden[rows], q[rows], k[rows], v[rows]
@@ -393,6 +398,21 @@ class Reference:
             hidden = self.finish(layer, hidden, q, ids, running, keys[source], values[source])
         logits = self.logits(hidden)
         return Blended(logits, sorted(candidates), keys, values)
+
+
+def gradual_shares(ratio: float, layers: Sequence[int], num_layers: int) -> dict[int, float]:
+    """Return the share of each check layer in `layers`: it falls linearly, and its mean over the layers is `ratio`.
+
+    The line goes from 1.2 times the ratio at the first check layer's start to .8 times at the end of the last layer.
+    Each check layer has the mean of the line over the layers up to the next one. 1.2 times becomes 1 at most.
+    """
+    depth, shares = num_layers - layers[0], {}
+    slope = min(0.2 * ratio, 1 - ratio)
+    for place, layer in enumerate(layers):
+        end = layers[place + 1] if place + 1 < len(layers) else num_layers
+        steps = [ratio + slope - 2 * slope * (step - layers[0] + 0.5) / depth for step in range(layer, end)]
+        shares[layer] = sum(steps) / len(steps)
+    return shares
 
 
 def in_halves(pairs: Tensor) -> Tensor:

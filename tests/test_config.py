@@ -66,6 +66,7 @@ def test_the_working_directory_is_where_the_file_is_looked_for(tmp_path, monkeyp
         *(("trust_remote_code", text, True) for text in ("1", "true", "YES")),
         *(("trust_remote_code", text, False) for text in ("0", "False", "no")),
         *(("recompute_ratio", "0.25", 0.25), ("recompute_ratio", "auto", "auto"), ("memory_gib", "3", 3.0)),
+        *(("check_layers", "1,8", [1, 8]), ("recompute_ratios", "0.2, 0.1", [0.2, 0.1]), ("deviation", "kv", "kv")),
     ],
 )
 def test_values_of_every_type_are_read_from_the_environment(name, text, expected, monkeypatch, tmp_path):
@@ -89,6 +90,7 @@ def test_settings_of_answers_reach_each_answer_under_the_names_of_its_options():
         ("TRUST_REMOTE_CODE", "perhaps"),
         ("MEMORY_GIB", ""),
         ("CHUNK_SIZE", "1.5"),
+        ("CHECK_LAYERS", "1,two"),
     ],
 )
 def test_a_value_the_environment_cannot_mean_is_named_with_its_variable(variable, value, monkeypatch, tmp_path):

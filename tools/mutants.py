@@ -56,8 +56,8 @@ window-one-token-longer         fusion     _mask
     torch.arange(A, B, device=C) <= D - E  ->  torch.arange(A, B, device=C) < D - E
 quantised-kept-at-ratio-one     fusion     _candidates
     A.exact and (B.is_lossless or not C)  ->  A.exact
-deviations-swapped              fusion     choose
-    RuleInputs(A, B, C, D, E, F)  ->  RuleInputs(A, C, B, D, E, F)
+deviations-swapped              fusion     MeasuredDeviation.squared
+    {"v": A, "k": B}  ->  {"v": B, "k": A}
 exact-at-any-position           engine     find_variants
     A == "exact" and B == C and D  ->  A == "exact" and D
 drift-sign                      fusion     apply_correction

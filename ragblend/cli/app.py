@@ -25,7 +25,7 @@ from ragblend.cli.lab.calibrate import calibrate
 from ragblend.cli.lab.explain import explain
 from ragblend.cli.lab.plan import plan, profile
 from ragblend.cli.lab.ui import ui
-from ragblend.cli.options import JsonOption, how_to_set_without_flag, with_settings
+from ragblend.cli.options import SELECTION, JsonOption, how_to_set_without_flag, with_settings
 from ragblend.cli.printing import (
     FlagFormatter,
     escape_unprintable,
@@ -76,7 +76,10 @@ def doctor(settings: Settings, ctx: typer.Context, json_: JsonOption = False) ->
         raise typer.Exit(1)
 
 
-@with_settings("store remote mode rule recompute_ratio system context dtype trust_remote_code", unflagged="kv_dtype")
+@with_settings(
+    "store remote mode rule recompute_ratio system context dtype trust_remote_code",
+    unflagged=f"kv_dtype {SELECTION}",
+)
 def serve(
     settings: Settings,
     ctx: typer.Context,

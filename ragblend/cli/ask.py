@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ragblend.cli.options import JsonOption, ShowSources, with_settings
+from ragblend.cli.options import SELECTION, JsonOption, ShowSources, with_settings
 from ragblend.cli.printing import (
     print_json,
     print_line,
@@ -21,7 +21,9 @@ from ragblend.cli.session import embedder_name, open_engine, open_searched_index
 from ragblend.config import Settings
 
 ENGINE_SETTINGS = "model backend store remote"
-_UNFLAGGED = "device dtype embedder namespace neighbours order refine_ratio shadow temperature trust_remote_code"
+_UNFLAGGED = (
+    f"device dtype embedder namespace neighbours order refine_ratio shadow temperature trust_remote_code {SELECTION}"
+)
 
 
 @with_settings(f"{ENGINE_SETTINGS} mode rule recompute_ratio k max_tokens system", unflagged=_UNFLAGGED)

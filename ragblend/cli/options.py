@@ -19,9 +19,12 @@ from ragblend.cli.session import WorkerCount, prepare_demo_settings, settings_fr
 from ragblend.config import Settings, arguments_to_flags, flag_name, setting_type, unflagged_settings
 from ragblend.errors import RagblendError, UsageError
 from ragblend.option_fields import OptionSpec
-from ragblend.options import RATIO
+from ragblend.options import RATIO, SELECTION_NAMES
 
 Command = Callable[..., None]
+
+SELECTION = " ".join(SELECTION_NAMES)
+"""Settings of SelectionOptions, for `with_settings`."""
 
 
 def with_settings(names: str, *, unflagged: str = "", demo: str = "") -> Callable[[Command], Command]:

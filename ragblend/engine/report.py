@@ -52,7 +52,7 @@ class BlendReport:
     stall_s: float = 0.0  # the part of load_s that fusing had to wait for
     fuse_s: float = 0.0
     probe_s: float = 0.0  # query probe: part of fuse_s, and of stall_s while it waits for layers
-    select_s: float = 0.0  # measuring candidates at the check layer, scoring and choosing them: part of fuse_s
+    select_s: float = 0.0  # measuring candidates at the check layers, scoring and choosing them: part of fuse_s
     decode_s: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -70,7 +70,8 @@ class BlendReport:
     attention_exact: float | None = None  # share of the question's attention on tokens whose KV needs no recompute
     attention_recomputed: float | None = None  # the same on recomputed tokens
     attention_stale: float | None = None  # the same on kept tokens, computed without the chunks before them
-    mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `fuse.relative_deviation`
+    mean_deviation: float | None = None  # of the recomputed tokens' stored KV, see `check_layers.MeasuredDeviation`
+    kept_at_check_layers: list[tuple[int, int]] = field(default_factory=list)  # check layer, number of tokens it kept
     predicted_agreement: float | None = None  # chance that the first token is full prefill's; None if not calibrated
     predicted_kl: float | None = None  # expected KL(full || this) of the first token, in nats; None if not calibrated
     num_damaged_entries: int = 0
@@ -87,6 +88,7 @@ class BlendReport:
     def from_dict(cls, values: Mapping[str, Any]) -> BlendReport:
         """Return the report whose `as_dict` gave `values`, in this or another version. Unknown names are ignored."""
         report = cls(**_known(cls, values))
+        report.kept_at_check_layers = [(layer, count) for layer, count in report.kept_at_check_layers]
         report.chunks = [ChunkReport(**_known(ChunkReport, chunk)) for chunk in values.get("chunks", ())]
         if shadow := values.get("shadow"):
             report.shadow = ShadowReport(**_known(ShadowReport, shadow))

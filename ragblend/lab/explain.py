@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ragblend.corpus.citations import describe_chunk, describe_source, quote_beginning
-from ragblend.engine.fusion.fuse import relative_deviation
+from ragblend.engine.fusion.check_layers import measure_deviation
 from ragblend.engine.fusion.plan import FusedKV, first_token_kl
 from ragblend.engine.generation import EngineKeywords, EngineRequest, GenerationStream, PrefillResult
 from ragblend.engine.matching import last_turn_end
@@ -39,7 +39,7 @@ class ExplainedToken:
     """One token of the prompt, and how far its KV is from full prefill's.
 
     `deviation` compares the stored KV with full prefill's, `remaining` the KV after blending. Each is the mean of
-    `fuse.relative_deviation` over the layers; 0 means equal KV.
+    `MeasuredDeviation.mean_relative` over the layers; 0 means equal KV.
     """
 
     id: int
@@ -213,7 +213,7 @@ def _deviations(full: FusedKV, other: FusedKV, count: int) -> list[float]:
     per_layer = []
     for layer in range(full.num_layers):
         ours, theirs = (LayerKV(kv.keys(layer)[:, :count], kv.values(layer)[:, :count]) for kv in (other, full))
-        per_layer.append(relative_deviation(theirs, ours))
+        per_layer.append(measure_deviation(theirs, ours).mean_relative)
     means: list[float] = torch.stack(per_layer).mean(0).tolist()
     return means
 

@@ -186,7 +186,7 @@ def blend_s(
     kernels_s = model.layers * layer_s
     if kind == "probe":
         kernels_s += PROBED_SHARE * model.layers * question_s
-    elif num_rows and rule.needs_deviation:  # all tokens run through the layers before the check layer
+    elif num_rows and rule.deviation is not None:  # all tokens run through the layers before the check layer
         kernels_s += CHECK_LAYER * seconds(full(model, tokens), device, device.share)
     return MATCH_S * tokens + kernels_s + host_s(model, device, LAUNCHES[kind], stored)
 

@@ -51,6 +51,10 @@ class Continued(Reference):
         else:
             layer = global_layers[0] if global_layers else 1
             result = self.blend(parts, {layer: ratio}, "k" if rule == "cacheblend_k" else "v")
+        return self.continue_from(result, parts)
+
+    def continue_from(self, result: Blended, parts: list[Span]) -> Blended:
+        """Decode from `result`, the blend of `parts`, in later calls of `logprobs`. Return it."""
         self._now = result
         self._logits = [result.logits]
         self._ids = [token for part in parts for token in part.ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from harness import (
     tokens,
 )
 from reference import Span
+from selection_cases import FORMS, random_case
 from test_blend import CHUNKS, PREFIX, QUESTION, blend_params, labelled_prompt
 
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, DEFAULT_RULE, NO_PROBE_RULE
@@ -48,6 +50,12 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
     # All at once, so that those with few tokens to recompute share passes.
     for (rule, ratio), output in zip(cases, ask_all(llm, [(IDS, each) for each in params]), strict=True):
         expected = reference.blended(parts, ratio, rule, [])
+        assert report(output)["num_recomputed_tokens"] == len(expected.selected)
+        assert_continues(output, reference)
+    for form in FORMS:  # ranks have different heads, and must keep the same tokens at every check layer
+        case = random_case(form, random.Random(form))
+        output = ask(llm, IDS, {"mode": "blend", "rule": case.rule, "ratio": case.ratio, **case.options})
+        expected = reference.continue_from(reference.blend(parts, **case.reference), parts)
         assert report(output)["num_recomputed_tokens"] == len(expected.selected)
         assert_continues(output, reference)
     labelled = labelled_prompt()

@@ -6,7 +6,7 @@ Read `fuse` first; everything else is one of its steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass, positions_on_device
+from ragblend.engine.fusion.check_layers import CheckLayer, measure_deviation
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
     FreshRowsCallback,
@@ -66,12 +67,14 @@ def fuse(
     `layers` places the stored KV in `fused`; None: it is placed already.
 
     Fresh tokens, which have no stored KV (the question, for example), run through every layer. Candidates are the
-    tokens whose stored KV may be replaced. For a rule that needs deviations, all candidates run up to the check layer.
-    There the rule selects some of them, and only these run through the later layers. Other rules select before the
-    first layer, so that only selected candidates run. Before a rule with a query probe selects, the fresh tokens run
-    over the stored KV, up to the last probe layer. In each layer, computed rows replace stored ones. Each computed
-    token attends to all tokens at or before its position, so ratio 1.0 is full prefill. With drift correction
-    (`drift_gain`), the estimated change of kept candidates is added to their KV before attention.
+    tokens whose stored KV may be replaced. For a rule that measures deviations, all candidates run up to the first
+    check layer. There the rule selects some of them, and only these run through the later layers; each later check
+    layer selects from those that still run. The KV of the others stays as stored from the check layer on that dropped
+    them. Other rules select before the first layer, so that only selected candidates run. Before a rule with a query
+    probe selects, the fresh tokens run over the stored KV, up to the last probe layer. In each layer, computed rows
+    replace stored ones. Each computed token attends to all tokens at or before its position, so ratio 1.0 is full
+    prefill. With drift correction (`drift_gain`), the estimated change of kept candidates is added to their KV before
+    attention.
 
     If `ends_s` is a list, the end of each layer is appended to it, in `perf_counter` seconds.
     """
@@ -88,26 +91,28 @@ def fuse_steps(
 ) -> Steps[FuseResult]:
     """Run `fuse` a layer at a time (see `Steps`), for callers that interleave it with other work or other prompts."""
     state = _candidates(plan)
-    selects = 0 < plan.recompute_ratio < 1
     # Layer 0's stored KV is exact, because it depends on the token alone: in a model of one layer nothing is stale.
-    probes_first = bool(plan.probe_layers) and selects and model.num_layers > 1 and len(state.rows) > 0
+    is_stale = model.num_layers > 1 and len(state.rows) > 0
+    probes_first = bool(plan.probe_layers) and plan.recomputes_some and is_stale
     if probes_first:
         yield from _probe(model, plan, fused, layers, state)
     active = _active_rows(plan, state)
-    check_layer = plan.check_layer if plan.rule.needs_deviation and plan.recompute_ratio < 1 else None
+    checks = {check.layer: check for check in plan.checks if not check.keeps_all}
     hidden = model.embed(plan.token_ids[active.rows])
     rows_per_layer: list[float] = []
-    fixed_cost = 0.0
+    fixed_cost, kept = 0.0, dict.fromkeys(checks, 0)
     last_layer = model.num_layers - 1
     for layer in range(model.num_layers):
         if layers is not None:
             yield layers.ready[layer]
             layers.wait(layer)  # stored KV of this layer is now in `fused`
         probe_rows, measured = state.probe_rows[layer] if layer < len(state.probe_rows) else 0, 0.0
-        if layer == check_layer and len(active.candidates):
-            fixed_cost = measured = len(active.candidates) * model.kv_share
-            kept, active = _select_at_check_layer(model, plan, fused, hidden, active, state)
-            hidden = hidden[kept]
+        if layer in checks and len(active.candidates):
+            measured = len(active.candidates) * model.kv_share
+            fixed_cost = fixed_cost or measured
+            remaining, active = _select_at_check_layer(model, plan, checks[layer], fused, hidden, active, state)
+            hidden = hidden[remaining]
+            kept[layer] = len(active.candidates)
         # Layer 0 is exact as stored.
         hook = None
         if plan.corrects_drift and layer > 0 and layers is not None:
@@ -139,6 +144,7 @@ def fuse_steps(
         state.attention,
         state.deviation,
         state.select_s,
+        kept,
     )
 
 
@@ -150,6 +156,7 @@ class _ActiveRows(NamedTuple):
     candidates: Tensor  # indices [S] into `rows`, ascending
     candidate_rows: Tensor  # positions [S] of the same candidates
     chosen: Tensor  # indices [S] of the same candidates into `_CandidateState.rows`, ascending
+    host_chosen: IntArray  # `chosen` on the host
 
 
 @dataclass(slots=True)
@@ -171,24 +178,20 @@ class _CandidateState:
     probe_hidden: Tensor | None = None  # the probe's output of layer 0 for `host_fused`, [F, hidden size]
     probe_rows: Sequence[int] = ()  # token-layers that the probe adds at each layer up to its last
     probe_s: float = 0.0
-    deviation: Tensor | None = None  # float32, set at the check layer, see FuseResult
-    select_s: float = 0.0  # seconds spent at the check layer
+    deviation: Tensor | None = None  # float32, set at the first check layer, see FuseResult
+    select_s: float = 0.0  # seconds spent at the check layers
     # Rows that ran last, and the correction fitted for them.
     last_correction: tuple[_ActiveRows, DriftCorrection] | None = None
 
-    def choose(
-        self, plan: FusePlan, key_deviation: Tensor | None = None, value_deviation: Tensor | None = None
-    ) -> IntArray:
-        """Return the indices of the candidates to recompute, ascending, for causal order.
+    def choose(self, plan: FusePlan) -> IntArray:
+        """Return the indices of the candidates to recompute, ascending, for a rule that measures no deviation.
 
-        Deviations [C] as in RuleInputs; None if the rule does not need them. The host waits here for the device, once a
-        prompt: it computes all indices and positions from the result.
+        The host waits here for the device, once a prompt: it computes all indices and positions from the result.
         """
         attention = None if self.attention is None else self.attention[self.rows]
-        inputs = RuleInputs(self.rows, key_deviation, value_deviation, attention, self.is_edge, plan.seed)
+        inputs = RuleInputs(self.rows, attention=attention, is_edge=self.is_edge, seed=plan.seed)
         count = num_to_recompute(plan.recompute_ratio, plan.num_chunk_tokens, len(self.rows))
-        chosen = plan.rule.score(inputs).topk(count).indices.tolist()
-        return np.array(sorted(chosen), np.int64)
+        return np.array(sorted(plan.rule.score(inputs).topk(count).indices.tolist()), np.int64)
 
     def with_fresh_rows(self, chosen: IntArray) -> _ActiveRows:
         """Return the fresh rows before the plan's end together with the candidates `chosen` [S]."""
@@ -203,6 +206,7 @@ class _CandidateState:
             torch.as_tensor(indices[num_fresh:], device=device),
             positions_on_device(self.host_rows[chosen], device),
             torch.as_tensor(chosen, device=device),
+            chosen,
         )
 
 
@@ -214,10 +218,9 @@ def _candidates(plan: FusePlan) -> _CandidateState:
     is_fresh[: plan.num_resident] = False
     chunks = np.zeros(num_tokens, np.int64)
     drift_gain = np.zeros(num_tokens, np.float32)
-    recomputes_all = plan.recompute_ratio >= 1
     for number, placement in enumerate(plan.placements):
         span = slice(placement.start, placement.end)
-        stays = placement.exact and (placement.kv.header.is_lossless or not recomputes_all)
+        stays = placement.exact and (placement.kv.header.is_lossless or not plan.recomputes_all)
         is_candidate[span], is_fresh[span], chunks[span] = not stays, False, number
         is_edge[[placement.start, placement.end - 1]] = True
         # KV that was computed after other text than the prefix changes less in a prompt.
@@ -302,10 +305,10 @@ def _run_first_layer(fused: PromptKVBuffer, hidden: Tensor, active: _ActiveRows,
 
 
 def _active_rows(plan: FusePlan, state: _CandidateState) -> _ActiveRows:
-    """Return the rows to run in layer 0: fresh tokens, and the candidates that the check layer measures."""
-    if not num_to_recompute(plan.recompute_ratio, plan.num_chunk_tokens, len(state.rows)):
+    """Return the rows to run in layer 0: fresh tokens, and the candidates that the first check layer measures."""
+    if not len(state.rows) or not (plan.recomputes_all or plan.recomputes_some):
         return state.with_fresh_rows(np.arange(0))
-    if plan.recompute_ratio < 1 and not plan.rule.needs_deviation:
+    if plan.recomputes_some and not plan.checks:
         return state.with_fresh_rows(state.choose(plan))
     return state.with_fresh_rows(np.arange(len(state.rows)))
 
@@ -313,29 +316,36 @@ def _active_rows(plan: FusePlan, state: _CandidateState) -> _ActiveRows:
 def _select_at_check_layer(
     model: LayerwiseModel,
     plan: FusePlan,
+    check: CheckLayer,
     fused: PromptKVBuffer,
     hidden: Tensor,
     active: _ActiveRows,
     state: _CandidateState,
 ) -> tuple[Tensor, _ActiveRows]:
-    """Measure the candidates, all of which are active. Return the indices into `active` that are kept, and their rows.
+    """Measure the candidates among `active`. Return the indices into `active` that still run, and their rows.
 
-    Measuring runs only the norm and the K/V projection.
+    Measuring runs only the norm and the K/V projection. The host waits for the device, once a check layer.
     """
-    start_s, layer, rows = perf_counter(), plan.check_layer, state.rows
+    start_s, layer, rows, deviation = perf_counter(), check.layer, active.candidate_rows, plan.rule.deviation
+    assert deviation is not None
     fresh = model.project_kv(layer, hidden[active.candidates])
     stored = LayerKV(fused.keys(layer)[:, rows], fused.values(layer)[:, rows])
     fresh = LayerKV(model.place_keys(layer, fresh.keys, rows), fresh.values)
-    deviations = (_deviation(fresh.keys, stored.keys), _deviation(fresh.values, stored.values))
-    if plan.sum_over_ranks is not None:
-        deviations = (plan.sum_over_ranks(deviations[0]), plan.sum_over_ranks(deviations[1]))
-    state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
-    state.deviation[rows] = relative_deviation(fresh, stored, plan.sum_over_ranks)
-    selected = state.with_fresh_rows(state.choose(plan, *deviations))
-    kept = torch.empty_like(selected.rows)
-    kept[selected.fresh], kept[selected.candidates] = active.fresh, active.candidates[selected.chosen]
+    measured = measure_deviation(fresh, stored, plan.sum_over_ranks)
+    if state.deviation is None:
+        state.deviation = torch.full_like(plan.token_ids, torch.nan, dtype=torch.float32)
+        state.deviation[rows] = measured.mean_relative
+    scores = plan.rule.score(RuleInputs(rows, measured.squared(deviation)))
+    highest = scores.topk(num_to_recompute(check.ratio, plan.num_chunk_tokens, len(rows))).indices
+    if check.threshold > 0:
+        highest = highest.where(measured.relative(deviation)[highest] >= check.threshold, -1)
+    picked = np.array(sorted(index for index in highest.tolist() if index >= 0), np.int64)
+    selected = state.with_fresh_rows(active.host_chosen[picked])
+    remaining = torch.empty_like(selected.rows)
+    picked_candidates = active.candidates[torch.as_tensor(picked, device=rows.device)]
+    remaining[selected.fresh], remaining[selected.candidates] = active.fresh, picked_candidates
     state.select_s += perf_counter() - start_s
-    return kept, selected
+    return remaining, selected
 
 
 def _drift_correction_hook(
@@ -377,29 +387,6 @@ def _fit_correction(
     sources = torch.full_like(plan.token_ids, -1, dtype=torch.int32)
     sources[active.rows] = torch.arange(len(active.rows), dtype=torch.int32, device=sources.device)
     return fitted._replace(sources=sources)
-
-
-def _deviation(fresh: Tensor, stored: Tensor) -> Tensor:
-    """Return the squared L2 distance [T] float32 between [H, T, D] tensors, summed over heads and dimensions."""
-    return (fresh.float() - stored.float()).square().sum(dim=(0, 2))
-
-
-def relative_deviation(
-    fresh: LayerKV, stored: LayerKV, sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-) -> Tensor:
-    """Return the relative distance [T] float32 of each token's `stored` KV from `fresh`, both [H, T, D]; 0 is equal.
-
-    It is the mean of |k - k'| / |k'| and |v - v'| / |v'|, so keys and values have equal weight. k and v are a token's
-    stored vectors over all heads, k' and v' its fresh ones, and |.| is the L2 norm. All keys are rotated.
-    `sum_over_ranks` as in FusePlan.
-    """
-    total = sum_over_ranks or (lambda squares: squares)
-    nothing = torch.zeros((), device=fresh.keys.device)
-    shares = [
-        total(_deviation(new, old)) / total(_deviation(new, nothing)).clamp_min(torch.finfo(torch.float32).tiny)
-        for new, old in zip(fresh, stored, strict=True)
-    ]
-    return (shares[0].sqrt() + shares[1].sqrt()) / 2
 
 
 @torch.inference_mode()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import positions_on_host
+from ragblend.engine.fusion.check_layers import CheckLayer, mean_ratio, schedule_check_layers
 from ragblend.engine.fusion.protocols import LayerwiseModel
 from ragblend.engine.fusion.rules import (
     NO_PROBE_RULE,
@@ -27,10 +28,10 @@ from ragblend.engine.fusion.rules import (
     find_rule,
     is_probe_worthwhile,
     num_to_recompute,
-    validate_check_layer,
 )
 from ragblend.engine.report import BlendReport, ChunkReport
 from ragblend.engine.store.format.kv import ChunkKV, LayerKV, slice_kv_rows
+from ragblend.options import SelectionOptions
 from ragblend.prompt.types import ChunkRun, Variant
 
 # Layers whose KV is one allocation; 0: each tensor is one. With all layers in one, enlarging it would need twice its
@@ -143,17 +144,17 @@ def _allocate_layers(shapes: Sequence[tuple[int, int, int]], capacity: int, like
 class FusePlan:
     """Plan of one prompt to fuse: its ids, the stored KV with its positions, and the number of resident rows.
 
-    At `check_layer`, `rule` selects the share `recompute_ratio` of the chunk tokens. By default, no stored token
-    is recomputed. The first `num_resident` rows of the prompt's KV are valid before fusing starts (a prefix, earlier
-    turns). The first `num_exact` of these are exact. The others may not be, for example if an earlier turn blended a
-    chunk.
+    `rule` selects the share `recompute_ratio` of the chunk tokens. A rule that measures deviations selects at each of
+    `checks`, by the share of that check. By default, no stored token is recomputed. The first `num_resident` rows of
+    the prompt's KV are valid before fusing starts (a prefix, earlier turns). The first `num_exact` of these are exact.
+    The others may not be, for example if an earlier turn blended a chunk.
     """
 
     token_ids: Tensor  # [T] int64, on the model's device
     placements: tuple[Placement, ...]  # ascending, not overlapping, all at or after num_resident
     rule: SelectionRule = RULES["random"]
     recompute_ratio: float = 0.0
-    check_layer: int = 0
+    checks: tuple[CheckLayer, ...] = ()  # ascending; () for a rule that measures no deviation
     num_resident: int = 0
     seed: int = 0
     num_fused: int | None = None  # tokens to fuse; the caller computes later ones and the logits. None: all
@@ -162,11 +163,14 @@ class FusePlan:
     question_start: int | None = None  # first token of the question; None: the token after the last placed chunk
     num_exact: int | None = None  # leading resident rows that are exact; None: all of them
     # Derived from the fields above.
+    check_layer: int = field(init=False)  # the first of `checks`; 0 without one
     end: int = field(init=False)  # position after the last token that is fused
     wants_logits: bool = field(init=False)  # True if the last token is computed for its logits
     num_chunk_tokens: int = field(init=False)  # tokens of all placed chunks
     num_queries: int = field(init=False)  # tokens of the question, at least the last token
     exact_end: int = field(init=False)  # position after the resident rows that are exact
+    recomputes_all: bool = field(init=False)  # True if every chunk token is recomputed: full prefill
+    recomputes_some: bool = field(init=False)  # True if some may be recomputed, and some kept
     corrects_drift: bool = field(init=False)  # True if the KV of kept tokens gets drift correction
 
     def __post_init__(self) -> None:
@@ -176,13 +180,19 @@ class FusePlan:
             # If the question precedes its chunks, the text after the last chunk is the probe's query. Its selection is
             # as close as that of the question repeated after the chunks (data/results/asking-musique.json).
             start = max((placement.end for placement in self.placements), default=self.num_resident)
-        recomputes_some = self.recompute_ratio < 1 and num_to_recompute(self.recompute_ratio, count, count) > 0
+        ratio = self.recompute_ratio
+        recomputes_all = all(check.keeps_all for check in self.checks) if self.checks else ratio >= 1
+        first_ratio = self.checks[0].ratio if self.checks else ratio
+        recomputes_some = not recomputes_all and num_to_recompute(first_ratio, count, count) > 0
         for name, value in (
+            ("check_layer", self.checks[0].layer if self.checks else 0),
             ("end", len(self.token_ids) if self.num_fused is None else self.num_fused),
             ("wants_logits", self.num_fused is None),
             ("num_chunk_tokens", count),
             ("num_queries", max(1, len(self.token_ids) - start)),
             ("exact_end", self.num_resident if self.num_exact is None else self.num_exact),
+            ("recomputes_all", recomputes_all),
+            ("recomputes_some", recomputes_some),
             ("corrects_drift", self.rule.drift_gain > 0 and recomputes_some),
         ):
             object.__setattr__(self, name, value)
@@ -193,7 +203,7 @@ class FusePlan:
         if self.exact_end < self.num_resident:
             return self.exact_end
         stale = (each.start for each in self.placements if not (each.exact and each.kv.header.is_lossless))
-        return self.end if self.recompute_ratio >= 1 else min(stale, default=self.end)
+        return self.end if self.recomputes_all else min(stale, default=self.end)
 
     def with_rule(
         self,
@@ -201,37 +211,44 @@ class FusePlan:
         ratio: float,
         model: LayerwiseModel,
         check_layer: int | None = None,
+        options: SelectionOptions | None = None,
         *,
         is_auto_rule: bool = False,
     ) -> FusePlan:
         """Return this plan with the rule called `name`, which recomputes the share `ratio` of the chunk tokens.
 
-        `check_layer`: None is the model's default. `is_auto_rule`: the rule was not requested by name, so NO_PROBE_RULE
-        replaces it if its query probe costs too much for this prompt. Raises UsageError for an unknown name, and for a
-        check layer that `model` does not have.
+        `check_layer`: the first check layer; None is the model's default. `is_auto_rule`: the rule was not requested by
+        name, so NO_PROBE_RULE replaces it if its query probe costs too much for this prompt. Raises UsageError as
+        `schedule_check_layers`.
         """
         num_layers, global_layers = model.num_layers, model.global_layers
         rule = find_rule(name, num_layers)
-        if check_layer is None:
-            check_layer = default_check_layer(global_layers)
         num_fresh = len(self.token_ids) - self.num_resident - self.num_chunk_tokens
         num_candidates = sum(each.kv.header.num_tokens for each in self.placements if not each.exact)
         counts = (num_fresh, num_candidates, self.num_chunk_tokens, num_layers)
         if is_auto_rule and not is_probe_worthwhile(rule, ratio, *counts, global_layers):
-            rule, check_layer = find_rule(NO_PROBE_RULE), default_check_layer(global_layers)
-        check_layer = validate_check_layer(rule, check_layer, num_layers)
+            rule, check_layer = find_rule(NO_PROBE_RULE), None
+        checks: tuple[CheckLayer, ...] = ()
+        if rule.deviation is not None or (options is not None and options.selection):
+            options = options or SelectionOptions()
+            first = default_check_layer(global_layers) if check_layer is None else check_layer
+            checks = schedule_check_layers(rule, ratio, first, num_layers, options)
+            rule = replace(rule, deviation=options.deviation or rule.deviation)
+            ratio = mean_ratio(checks, num_layers) if options.recompute_ratios else ratio
         probe_layers = rule.probe_layers(num_layers, global_layers)
-        return replace(self, rule=rule, recompute_ratio=ratio, check_layer=check_layer, probe_layers=probe_layers)
+        return replace(self, rule=rule, recompute_ratio=ratio, checks=checks, probe_layers=probe_layers)
 
     def for_refinement(self, answer_ids: Sequence[int], ratio: float) -> FusePlan:
         """Return the plan that recomputes the share `ratio` of the chunk tokens over the KV that this plan has fused.
 
         `answer_ids` [A]: the tokens of the answer so far. They follow the prompt and are computed like the question's;
         both are queries of the probe. It runs over the fused KV, so it may select other tokens than before. The
-        placements determine which tokens are stale; their KV is not read again.
+        placements determine which tokens are stale; their KV is not read again. A rule that measures deviations selects
+        at its first check layer alone.
         """
         token_ids = torch.cat((self.token_ids, self.token_ids.new_tensor(answer_ids)))
-        return replace(self, token_ids=token_ids, recompute_ratio=ratio)
+        checks = tuple(CheckLayer(check.layer, ratio) for check in self.checks[:1])
+        return replace(self, token_ids=token_ids, recompute_ratio=ratio, checks=checks)
 
 
 @dataclass(slots=True)
@@ -241,11 +258,12 @@ class FuseResult:
     logits: Tensor  # [vocabulary] float32; empty if the plan needs none
     recomputed: Tensor  # positions [R] of the chunk tokens recomputed through the last layer
     rows_per_layer: list[float] = field(default_factory=list)  # placed tokens and probe rows run; K/V alone: `kv_share`
-    fixed_cost: float = 0.0  # part of rows_per_layer that does not grow with depth: measuring at the check layer
+    fixed_cost: float = 0.0  # part of rows_per_layer that does not grow with depth: measuring at the first check layer
     probe_s: float = 0.0  # seconds of the query probe, waiting for its layers included
     attention: Tensor | None = None  # [T] float32, the query probe's attention
-    deviation: Tensor | None = None  # [T] float32, see relative_deviation; NaN where the check measured nothing
-    select_s: float = 0.0  # seconds spent at the check layer: candidates measured, scored and chosen
+    deviation: Tensor | None = None  # [T] float32, see `MeasuredDeviation.mean_relative`; NaN: not measured
+    select_s: float = 0.0  # seconds spent at the check layers: candidates measured, scored and chosen
+    kept: dict[int, int] = field(default_factory=dict)  # number of chunk tokens that each check layer kept
 
     def add_first_layer_cost(self, num_rows: float, plan: FusePlan) -> None:
         """Add the cost of running `num_rows` rows through layer 0 only. It does not depend on the number of layers."""
@@ -276,6 +294,7 @@ def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePla
         probe_s=sum(part.probe_s for _, part in fused),
         select_s=sum(part.select_s for _, part in fused),
         deviation=deviation,
+        kept={layer: sum(part.kept[layer] for _, part in fused) for layer in result.kept},
     )
     placements = tuple(placement for part, _ in fused for placement in part.placements)
     exact_end = min(first.num_resident, plan.exact_end)
@@ -291,8 +310,8 @@ def record_fusion(
     it begins in the resident rows. `num_known`: the number of tokens at the start of the prompt whose KV an earlier
     request left in memory.
 
-    `report.attention_*`: see `question_attention_shares`. `report.mean_deviation`: the mean `relative_deviation` of the
-    recomputed tokens, at the check layer. Figures that the rule did not measure stay None.
+    `report.attention_*`: see `question_attention_shares`. `report.mean_deviation`: the mean relative deviation of the
+    recomputed tokens, at the first check layer. Figures that the rule did not measure stay None.
     """
     recomputed = sorted(fused.recomputed.tolist())
     num_computed = 0  # chunk tokens without KV, which run through every layer
@@ -319,6 +338,9 @@ def record_fusion(
     report.num_chunks, report.num_chunk_hits = len(report.chunks), sum(chunk.hit for chunk in report.chunks)
     report.num_prefix_tokens, report.num_recomputed_tokens = num_known, len(recomputed)
     report.probe_s, report.select_s = fused.probe_s, fused.select_s
+    report.kept_at_check_layers = sorted(fused.kept.items())
+    has_thresholds = any(check.threshold for check in plan.checks)  # then the share is known only now
+    report.recompute_ratio = len(recomputed) / max(1, plan.num_chunk_tokens) if has_thresholds else plan.recompute_ratio
     # The last token is computed for its logits, even if its KV is stored.
     ends_stored = plan.wants_logits and any(each.end == len(plan.token_ids) for each in plan.placements)
     report.num_reused_tokens = num_known + plan.num_chunk_tokens - len(recomputed) - ends_stored

@@ -4,8 +4,9 @@ A rule turns the `RuleInputs` of N candidate tokens into scores [N]; `fuse` reco
 Candidates are the stale tokens, whose stored KV was computed without the tokens that precede them in the prompt.
 Depends on tensors only, not on models, plans or stores.
 
-The inputs of a rule have three sources. The plan has the positions. The check layer, where `fuse` recomputes K and V of
-the candidates, measures deviations. The query probe, which runs the question over stale KV, measures attention.
+The inputs of a rule have three sources. The plan has the positions. The check layers (`check_layers`), where `fuse`
+recomputes K and V of the candidates, measure deviations. The query probe, which runs the question over stale KV,
+measures attention.
 
 Drift correction (`fit_drift_correction`) estimates the KV change of kept tokens from the measured change of recomputed
 ones, for rules with a `drift_gain`.
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.errors import UsageError
-from ragblend.options import SHARE
+from ragblend.options import SHARE, Deviation
 
 DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors found to restore most answers
 
@@ -49,24 +50,16 @@ class RuleInputs:
     """Inputs of a rule: values of N candidate tokens, in prompt order. All tensors [N]."""
 
     positions: Tensor  # int64, position in the prompt
-    key_deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored keys, over heads and dimensions
-    value_deviation: Tensor | None = None  # float32, the same for values
+    deviation: Tensor | None = None  # float32, squared L2 of fresh minus stored KV, over heads and dimensions
     attention: Tensor | None = None  # float32, share of the question's attention on the token
     is_edge: Tensor | None = None  # bool, True for the first and last token of a placed part of a chunk
     seed: int = 0
 
 
-def cacheblend_scores(inputs: RuleInputs) -> Tensor:
-    """Return a score per candidate: its squared deviation of V at the check layer (CacheBlend, section 4.3, and its
-    code)."""
-    assert inputs.value_deviation is not None
-    return inputs.value_deviation
-
-
-def cacheblend_k_scores(inputs: RuleInputs) -> Tensor:
-    """Return a score per candidate: its squared deviation of K at the check layer (LMCache's blender)."""
-    assert inputs.key_deviation is not None
-    return inputs.key_deviation
+def deviation_scores(inputs: RuleInputs) -> Tensor:
+    """Return a score per candidate: its squared deviation at the check layer (CacheBlend, section 4.3)."""
+    assert inputs.deviation is not None
+    return inputs.deviation
 
 
 def ask_scores(inputs: RuleInputs) -> Tensor:
@@ -94,7 +87,10 @@ class SelectionRule:
 
     name: str
     score: Callable[[RuleInputs], Tensor]  # [N] float32; the highest are recomputed
-    needs_deviation: bool = False  # runs the layers before the check layer for all candidates
+    # KV that is measured at the check layers; all candidates then run through the layers before the first of them.
+    # None: the rule measures no deviation.
+    deviation: Deviation | None = None
+    is_gradual: bool = False  # every layer from the first check layer on is one, and keeps fewer tokens than the last
     # Runs the query probe before it selects tokens. Most layers must then be loaded before recompute starts.
     probes_before_selection: bool = False
     ratio: float = DEFAULT_RATIO  # share of the chunk tokens to recompute, if the request has no ratio
@@ -127,8 +123,10 @@ class SelectionRule:
 RULES: dict[str, SelectionRule] = {
     rule.name: rule
     for rule in (
-        SelectionRule("cacheblend", cacheblend_scores, needs_deviation=True),
-        SelectionRule("cacheblend_k", cacheblend_k_scores, needs_deviation=True),
+        # V alone is what the paper's code measures, K alone what LMCache's does.
+        SelectionRule("cacheblend", deviation_scores, deviation="v"),
+        SelectionRule("cacheblend_k", deviation_scores, deviation="k"),
+        SelectionRule("cacheblend_gradual", deviation_scores, deviation="v", is_gradual=True),
         SelectionRule(
             "ask", ask_scores, probes_before_selection=True, ratio=ASK_RATIO, drift_gain=DRIFT_GAIN,
             drift_gain_in_context=DRIFT_GAIN_IN_CONTEXT,
@@ -175,18 +173,6 @@ def default_check_layer(global_layers: Sequence[int]) -> int:
     (5, 1, 1)
     """
     return next((layer for layer in global_layers if layer >= CHECK_LAYER), CHECK_LAYER)
-
-
-def validate_check_layer(rule: SelectionRule, check_layer: int, num_layers: int) -> int:
-    """Return the layer at which `rule` selects tokens: `check_layer`, or 0 if the rule needs no deviation.
-
-    Raises UsageError for a layer that the model does not have.
-    """
-    if not rule.needs_deviation:
-        return 0
-    if not 0 <= check_layer < num_layers:
-        raise UsageError(f"check layer {check_layer} does not exist; the model has layers 0..{num_layers - 1}")
-    return check_layer
 
 
 def validate_ratio(ratio: float) -> float:

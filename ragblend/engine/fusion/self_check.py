@@ -161,7 +161,7 @@ def _gates(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
         )
         for index, layer in enumerate(layers)
     )
-    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], 1.0, 1, PREFIX_TOKENS)
+    everything = FusePlan(ids, tuple(placements), RULES["cacheblend"], 1.0, num_resident=PREFIX_TOKENS)
     gates[GATES[2]] = relative_error(fuse(model, everything, fused).logits, reference)
     # Over the KV of full prefill itself, recomputing scattered rows must change nothing. A mask that lets them attend
     # to later tokens changes them, and has no effect at ratio 0 and 1.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -109,6 +110,13 @@ class BlendingEngine(LocalEngine):
         ratio, fallback_reason = self._choose_ratio(request, num_resident, placements)
         if fallback_reason:
             return self._fall_back(request, fallback_reason)
+        runs, placed_ends = request.prompt.runs, {each.end for each in placements}
+        wanted = runs if request.mode != "prefix" else ()
+        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
+        if request.mode == "blend" and placements and request.options.blend_min_tokens:
+            num_stored = sum(run.num_tokens for run in runs if run.end <= num_resident or run.end in placed_ends)
+            if reason := request.options.refusal(num_stored):
+                return replace(self._full_prefill(request, reason), misses=misses)
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,
@@ -118,7 +126,14 @@ class BlendingEngine(LocalEngine):
             num_exact=num_exact,
         )
         if request.mode == "blend":
-            plan = plan.with_rule(tuning.rule, ratio, self.layers, tuning.check_layer, is_auto_rule=tuning.is_auto_rule)
+            plan = plan.with_rule(
+                tuning.rule,
+                ratio,
+                self.layers,
+                tuning.check_layer,
+                request.options,
+                is_auto_rule=tuning.is_auto_rule,
+            )
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
         report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
@@ -127,14 +142,11 @@ class BlendingEngine(LocalEngine):
             request.mode == "reuse" or (request.mode == "blend" and plan.rule.name == fit.rule)
         ):
             fit.predict(report, ratio)
-        runs = request.prompt.runs
         record_fusion(report, runs, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
-        wanted, placed_ends = runs if request.mode != "prefix" else (), {each.end for each in placements}
-        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
         refine_ratio = request.options.refine_ratio
         return PrefillResult(
             fused,
@@ -264,9 +276,7 @@ class BlendingEngine(LocalEngine):
         if not self._has_warned_fallback:
             log.warning("stored KV is not used: %s. Use a faster disk; compare with: ragblend plan", reason)
             self._has_warned_fallback = True
-        prefilled = self._full_prefill(request)
-        prefilled.report.refused_reason = reason
-        return prefilled
+        return self._full_prefill(request, reason)
 
     # -- place and fuse
 
@@ -293,12 +303,12 @@ class BlendingEngine(LocalEngine):
             torch.cuda.synchronize(layers.device)
         return result, loader
 
-    def _full_prefill(self, request: EngineRequest) -> PrefillResult:
+    def _full_prefill(self, request: EngineRequest, refused_reason: str = "") -> PrefillResult:
         """Return full prefill by the model's own forward, without reuse."""
         start_s = perf_counter()
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         num_tokens = request.prompt.num_tokens
-        report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
+        report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s, refused_reason=refused_reason)
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in request.prompt.runs]
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0

@@ -6,20 +6,31 @@ Shared by vLLM's scheduler, its workers, its HTTP front end and `engine`, so it 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ragblend.config import Settings, read_environment, trusted_setting
 from ragblend.engine.deletions import record_entries_on_put
+from ragblend.engine.fusion.check_layers import validate_selection
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.option_fields import at_least, check_options, copy_option, option
-from ragblend.options import TIER_NAMES, ContextPolicy, GenerationOptions, Mode, RatioChoice, TierOptions
+from ragblend.options import (
+    SELECTION_NAMES,
+    TIER_NAMES,
+    ContextPolicy,
+    Deviation,
+    GenerationOptions,
+    Mode,
+    RatioChoice,
+    SelectionOptions,
+    TierOptions,
+)
 from ragblend.redaction import hide_address, printable
 
 
@@ -28,13 +39,19 @@ class ConnectorConfig(TierOptions):
     """Configuration of the connector: the fields of vLLM's `kv_connector_extra_config`.
 
     `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` apply to requests that do not set
-    them. Invalid values raise UsageError.
+    them, SelectionOptions' fields to requests that set no rule, no ratio and none of these fields. Invalid values raise
+    UsageError.
     """
 
     store: str = copy_option(Settings, "store")  # a directory that all processes of this vLLM can access
     mode: Mode = copy_option(GenerationOptions, "mode")  # "prefix": requests without parameters are left to vLLM
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    check_layers: Sequence[int] | None = copy_option(SelectionOptions, "check_layers")
+    recompute_ratios: Sequence[float] | None = copy_option(SelectionOptions, "recompute_ratios")
+    deviation: Deviation | None = copy_option(SelectionOptions, "deviation")
+    deviation_thresholds: Sequence[float] | None = copy_option(SelectionOptions, "deviation_thresholds")
+    blend_min_tokens: int | None = copy_option(SelectionOptions, "blend_min_tokens")
     prefix_ids: tuple[int, ...] = ()  # the prefix after which chunks are ingested
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: the store's own
     slice_tokens: int = option(
@@ -44,7 +61,7 @@ class ConnectorConfig(TierOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
-        find_rule(self.rule)
+        validate_selection(find_rule(self.rule), self.selection)
         object.__setattr__(self, "store", str(expand_user_path(self.store, "store")))
 
     @classmethod
@@ -62,6 +79,11 @@ class ConnectorConfig(TierOptions):
         # A remote tier's URL may contain a password, and every user of the machine can read a command line. So tiers
         # may also come from `RAGBLEND_*` variables.
         return cls(**{**read_environment(os.environ, TIER_NAMES), **extra, **lists})
+
+    @property
+    def selection(self) -> SelectionOptions:
+        """Return the fields of SelectionOptions."""
+        return SelectionOptions(**{name: getattr(self, name) for name in SELECTION_NAMES})
 
     def message_for_clients(self, error: BaseException) -> str:
         """Return an error's message, `printable`, without the store's paths on this machine.

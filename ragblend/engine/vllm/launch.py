@@ -32,7 +32,7 @@ from ragblend.engine.vllm.support import (
 )
 from ragblend.errors import RagblendError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
-from ragblend.options import ContextPolicy, Mode, ModelOptions, RatioChoice
+from ragblend.options import ContextPolicy, Mode, ModelOptions, RatioChoice, SelectionOptions
 from ragblend.prompt.render import Renderer
 
 CONNECTOR = "BlendConnector"
@@ -263,6 +263,7 @@ def transfer_config(
     mode: Mode | None = None,
     rule: str | None = None,
     recompute_ratio: RatioChoice = None,
+    selection: Mapping[str, Any] | None = None,
     system: str | None = None,
     context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
@@ -271,9 +272,9 @@ def transfer_config(
     """Return vLLM's `--kv-transfer-config` for the connector over the store directory `store`.
 
     `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and
-    `recompute_ratio` are the defaults of requests. `system`: the system prompt after which chunks were ingested.
-    `context`: their context policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware`
-    requires from clients. Raises UsageError for an invalid value.
+    `recompute_ratio` are the defaults of requests, and so are the fields of SelectionOptions in `selection`. `system`:
+    the system prompt after which chunks were ingested. `context`: their context policy; None for the store's own.
+    `keys`: the file of API keys that `RoutesMiddleware` requires from clients. Raises UsageError for an invalid value.
     """
     extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
@@ -283,6 +284,7 @@ def transfer_config(
         extra["keys"] = str(expand_user_path(keys, "--api-keys-file").absolute())
     chosen = {"mode": mode, "rule": rule, "ratio": recompute_ratio, "context": context}
     extra |= {name: value for name, value in chosen.items() if value is not None}
+    extra |= SelectionOptions(**(selection or {})).selection
     ConnectorConfig.from_extra_config(extra)  # reports an invalid value here, not in one of vLLM's processes
     return {
         "kv_connector": CONNECTOR,

@@ -2,11 +2,13 @@
 
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
-    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0}
+    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0,
+               "check_layers": [1, 8], "recompute_ratios": [0.2, 0.1], ...}
     response  {"version": 1, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
-All fields of a request have defaults, and a request without parameters gets the server's. The connector finds the
-chunks in the request's token ids. Keys are never sent; the connector computes them from the ids. Modes:
+SelectionOptions' fields may be added. All fields of a request have defaults, and a request without parameters gets the
+server's. The connector finds the chunks in the request's token ids. Keys are never sent; the connector computes them
+from the ids. Modes:
 
 - "blend", "reuse": stored chunks are placed, and the share `ratio` of their tokens (0 in "reuse") is recomputed. The
   ratio "auto" is calibrated in the server's store. The ratio null is the server's default, "auto" unless configured.
@@ -25,8 +27,8 @@ from typing import Any, Literal, get_args
 from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
-from ragblend.option_fields import check_options, copy_option
-from ragblend.options import MODES, GenerationOptions, LoadOptions, Mode, RatioChoice
+from ragblend.option_fields import copy_option
+from ragblend.options import MODES, GenerationOptions, LoadOptions, Mode, RatioChoice, SelectionOptions
 
 PARAMS_KEY = "ragblend"
 """The key in vLLM's `kv_transfer_params`, in both directions."""
@@ -42,8 +44,8 @@ VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
 
 
 @dataclass(frozen=True, slots=True)
-class BlendParams:
-    """Parameters of one request. Invalid values raise UsageError."""
+class BlendParams(SelectionOptions):
+    """Parameters of one request, with those of SelectionOptions. Invalid values raise UsageError."""
 
     mode: VllmMode = "blend"
     rule: str = copy_option(GenerationOptions, "rule")
@@ -61,7 +63,7 @@ class BlendParams:
             )
         if self.mode not in VLLM_MODES:
             raise UsageError(f"mode is {_short(self.mode)}; choose one of {', '.join(VLLM_MODES)}")
-        check_options(self)
+        SelectionOptions.__post_init__(self)
         if self.mode == "ingest":
             if not _is_span(self.span):
                 raise UsageError(f"span is {_short(self.span)}; mode 'ingest' needs [start, end) with 0 <= start < end")
@@ -87,6 +89,7 @@ class BlendParams:
             ratio=options.recompute_ratio,
             namespace=namespace,
             seed=options.seed,
+            **options.selection,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from time import perf_counter
 
+from ragblend.engine.fusion.check_layers import validate_selection
 from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.report import BlendReport, FinishReason, Generation
 from ragblend.errors import UsageError
@@ -29,7 +30,9 @@ def checked_options(options: GenerationKeywords) -> GenerationOptions:
             f"refine_ratio is {checked.refine_ratio:g}, but answers are only refined with backend='transformers'; "
             "leave it out for vLLM, or raise recompute_ratio"
         )
-    find_rule(checked.rule)
+    rule = find_rule(checked.rule)
+    if checked.rule != "auto":  # the server's rule may measure deviations
+        validate_selection(rule, checked)
     return checked
 
 

@@ -27,7 +27,8 @@ anything = st.recursive(
 def test_parameters_survive_json():
     asked = BlendParams("reuse", "random", 0.2, "team", 4)
     behind = BlendParams("ingest", span=(3, 9))
-    for params in (asked, behind):
+    selected = BlendParams(rule="cacheblend", check_layers=[1, 8], recompute_ratios=[0.2, 0.1], blend_min_tokens=256)
+    for params in (asked, behind, selected):
         assert parse_params(json.loads(json.dumps(params.as_dict()))[PARAMS_KEY]) == params
     assert parse_params({}) == BlendParams()
     assert parse_params({"ratio": "auto"}).ratio == "auto"

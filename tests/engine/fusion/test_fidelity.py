@@ -9,7 +9,7 @@ from test_fuse import GLOBAL, INDEPENDENT, PREFIX, Prompt, attended, blend, full
 from tiny_prompts import CHUNKS, PROMPT
 from torch import Tensor
 
-from ragblend.engine.fusion.fuse import relative_deviation
+from ragblend.engine.fusion.check_layers import measure_deviation, schedule_check_layers
 from ragblend.engine.fusion.plan import (
     FusePlan,
     FuseResult,
@@ -18,7 +18,7 @@ from ragblend.engine.fusion.plan import (
     question_attention_shares,
     record_fusion,
 )
-from ragblend.engine.fusion.rules import RULES, validate_check_layer
+from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.report import BlendReport
 from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 
@@ -36,9 +36,9 @@ def placements_of(prompt: Prompt) -> tuple[Placement, ...]:
 
 
 def plan_of(prompt: Prompt, rule: str) -> FusePlan:
-    check_layer = validate_check_layer(RULES[rule], CHECK_LAYER, 6)
+    checks = schedule_check_layers(RULES[rule], 0.15, CHECK_LAYER, 6)
     placements = placements_of(prompt)
-    return FusePlan(torch.tensor(prompt.ids), placements, RULES[rule], 0.15, check_layer, len(prompt.prefix))
+    return FusePlan(torch.tensor(prompt.ids), placements, RULES[rule], 0.15, checks, len(prompt.prefix))
 
 
 @pytest.mark.parametrize("ratio", [0.15, 0.4])
@@ -90,12 +90,14 @@ def test_every_rank_reports_the_same_deviation():
     """Two ranks with one KV head each have, after summing, the deviation of one rank with both."""
     generator = torch.Generator().manual_seed(3)
     fresh, stored = (LayerKV(*torch.randn(2, 2, 9, 16, generator=generator)) for _ in range(2))
-    whole = relative_deviation(fresh, stored)
+    whole = measure_deviation(fresh, stored)
     halves = [[LayerKV(*(tensor[[rank]] for tensor in each)) for each in (fresh, stored)] for rank in (0, 1)]
-    partial: list[Tensor] = []  # what the other rank adds, in the order of the calls
-    relative_deviation(*halves[1], lambda squares: partial.append(squares) or squares)
-    others = iter(partial)
-    torch.testing.assert_close(relative_deviation(*halves[0], lambda squares: squares + next(others)), whole)
+    other: list[Tensor] = []  # what the other rank adds
+    measure_deviation(*halves[1], lambda squares: other.append(squares) or squares)
+    both = measure_deviation(*halves[0], lambda squares: squares + other[0])
+    for deviation in ("v", "k", "kv"):
+        torch.testing.assert_close(both.squared(deviation), whole.squared(deviation))
+        torch.testing.assert_close(both.relative(deviation), whole.relative(deviation))
 
 
 def test_a_chunk_that_ends_the_prompt_leaves_its_last_token_exact():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -15,13 +15,15 @@ from tiny_models import LATENT, ROTATIONS, WINDOWED
 from torch import Tensor
 from transformers import DynamicCache
 
+from ragblend.engine.fusion.check_layers import schedule_check_layers
 from ragblend.engine.fusion.fuse import fuse
 from ragblend.engine.fusion.loader import LayerLoader
 from ragblend.engine.fusion.plan import ALLOCATED_LAYERS, FusedKV, FusePlan, FuseResult, Placement
 from ragblend.engine.fusion.prefill import prefill_chunks
-from ragblend.engine.fusion.rules import CHECK_LAYER, RULES, validate_check_layer
+from ragblend.engine.fusion.rules import CHECK_LAYER, RULES
 from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV
 from ragblend.engine.transformers.layers import TransformersLayers, cache_argument_name
+from ragblend.options import SelectionOptions
 
 PREFIX, QUESTION = 5, 7
 CHUNKS = (26, 17, 31)
@@ -107,6 +109,7 @@ def blend(
     ratio: float = 0.15,
     rule: str = "cacheblend",
     check_layer: int = CHECK_LAYER,
+    options: SelectionOptions | None = None,
     change: Callable[[list[Placement]], list[Placement]] = lambda placements: placements,
     first_layer: Callable[[Tensor], LayerKV] | None = None,
     **plan_fields: Any,
@@ -125,9 +128,9 @@ def blend(
     plan = FusePlan(
         torch.tensor(prompt.ids),
         tuple(placements),
-        RULES[rule],
+        replace(RULES[rule], deviation=(options and options.deviation) or RULES[rule].deviation),
         ratio,
-        validate_check_layer(RULES[rule], check_layer, layers.num_layers),
+        schedule_check_layers(RULES[rule], ratio, check_layer, layers.num_layers, options),
         len(prompt.prefix),
         probe_layers=RULES[rule].probe_layers(layers.num_layers, layers.global_layers),
         **plan_fields,

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ragblend.engine.fusion.check_layers import CheckLayer, schedule_check_layers
 from ragblend.engine.fusion.plan import charged_budget, project_charged_budget
 from ragblend.engine.fusion.rules import (
     DEEP_MODEL_LAYERS,
@@ -19,7 +20,6 @@ from ragblend.engine.fusion.rules import (
     find_rule,
     is_probe_worthwhile,
     num_to_recompute,
-    validate_check_layer,
     validate_ratio,
 )
 from ragblend.errors import UsageError
@@ -77,9 +77,9 @@ def test_auto_names_a_rule_and_unknown_names_are_refused():
 @pytest.mark.parametrize("layer", [-1, 8])
 def test_a_check_that_cannot_be_run_is_refused(layer):
     with pytest.raises(UsageError, match=rf"check layer {layer} does not exist.*0\.\.7"):
-        validate_check_layer(RULES["cacheblend"], layer, 8)
-    assert validate_check_layer(RULES["cacheblend"], 7, 8) == 7
-    assert validate_check_layer(RULES["random"], layer, 8) == 0  # no deviation is measured
+        schedule_check_layers(RULES["cacheblend"], 0.15, layer, 8)
+    assert schedule_check_layers(RULES["cacheblend"], 0.15, 7, 8) == (CheckLayer(7, 0.15),)
+    assert schedule_check_layers(RULES["random"], 0.15, layer, 8) == ()  # no deviation is measured
 
 
 @pytest.mark.parametrize("ratio", [-0.01, 1.01, float("nan"), float("inf")])

@@ -157,7 +157,7 @@ def test_a_recomputed_token_attends_to_its_window_only(family, stock_model, tiny
         return blend(layers, prompt, 0.01, "fixed", change=change)
 
     random = find_rule("random")
-    rule = type(random)("fixed", lambda evidence: (evidence.positions == row).float(), needs_deviation=False)
+    rule = type(random)("fixed", lambda evidence: (evidence.positions == row).float())
     with window_of(layers, stock, window), pytest.MonkeyPatch.context() as patch:
         patch.setitem(RULES, "fixed", rule)
         plain, outside = recompute((), 0.0), recompute(range(PREFIX, row + 1 - window), torch.nan)

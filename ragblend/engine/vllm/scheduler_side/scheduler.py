@@ -14,7 +14,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.fusion.check_layers import schedule_check_layers
+from ragblend.engine.fusion.rules import CHECK_LAYER, find_rule
 from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.disk import DiskStore
@@ -112,7 +113,9 @@ class BlendScheduler:
         self.fingerprint, shape = model_fingerprint(model), model_kv_spec(model)
         self.store.set_expected_spec(self.fingerprint, shape)
         root, key, num_layers = self.disk.root, self.disk.store_key, len(shape.layers)
+        self._num_layers = num_layers
         self._calibrations = CalibrationCache(root, self.fingerprint, num_layers, key)
+        self._check_rule(BlendParams(**config.selection.selection))
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine)
@@ -210,7 +213,7 @@ class BlendScheduler:
         if params.mode in ("full", "prefix"):
             self._resolve_rule(request, state)
             return state
-        find_rule(params.rule)
+        self._check_rule(params)
         if reason := _no_reuse_reason(request):
             self._count_left(reason)
             raise UsageError(NO_REUSE_REASONS[reason])
@@ -219,11 +222,22 @@ class BlendScheduler:
             state.report = _as_prefill(state.report, WEIGHTS_UPDATED)
         return state
 
+    def _check_rule(self, params: BlendParams) -> None:
+        """Raise UsageError for an unknown rule, and for selection options that the rule or the model cannot follow."""
+        rule = find_rule(self._rule_name(params))
+        if params.selection:
+            schedule_check_layers(rule, 0.0, min(CHECK_LAYER, self._num_layers - 1), self._num_layers, params)
+
+    def _rule_name(self, params: BlendParams) -> str:
+        return self.config.rule if params.rule == "auto" else params.rule
+
     def _resolve_rule(self, request: Any, state: _RequestState) -> None:
         """Resolve rule and ratio, and start the report, once the request's runs are known."""
         ids, params, runs = request.prompt_token_ids, state.params, state.runs or ()
-        rule = self.config.rule if params.rule == "auto" else params.rule
-        ratio = self.config.ratio if params.ratio is None else params.ratio
+        if params.rule == "auto" and params.ratio is None and not params.selection:
+            state.params = params = replace(params, **self.config.selection.selection)
+        rule, ratio = self._rule_name(params), self.config.ratio if params.ratio is None else params.ratio
+        ratio = ratio if params.least_ratio is None else params.least_ratio
         prefix_ids, default = tuple(ids[: runs[0].start]) if runs else (), tuple(self._lookup.prefix_ids)
         if prefix_ids[: len(default)] == default:
             prefix_ids = default  # labels or turns may follow it before the first chunk
@@ -293,6 +307,11 @@ class BlendScheduler:
             hide_blocks(request, 0)
             return
         state.num_missing = sum(run.variant is None for run in runs)
+        num_stored = sum(run.num_tokens for run in runs if run.variant is not None)
+        if state.params.mode == "blend" and (reason := state.params.refusal(num_stored)):
+            state.report = _as_prefill(state.report, reason)
+            self.metrics.add(refused_requests=1)
+            return
         state.turns = split_by_turns(runs, result.turn_ends)
         state.end = state.turns[-1].fused_end if state.turns else 0
         if state.end and not state.adapts_ratio:  # else the loading controller may still choose full prefill
@@ -303,7 +322,7 @@ class BlendScheduler:
         tuning, params = state.tuning, state.params
         assert tuning is not None
         # Each parameter that changes the KV of a blend must be here, else two requests share blocks that differ.
-        rule = (tuning.rule, tuning.is_auto_rule, tuning.check_layer)
+        rule = (tuning.rule, tuning.is_auto_rule, tuning.check_layer, *sorted(params.selection.items()))
         settings = (params.mode, rule, state.report.recompute_ratio, params.seed)
         separate_blended_blocks(request, state.turns, settings, self._cache_config.block_size)
         state.is_separated = True

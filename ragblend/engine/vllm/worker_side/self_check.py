@@ -11,9 +11,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ragblend.engine.fusion.check_layers import schedule_check_layers
 from ragblend.engine.fusion.fuse import fuse_steps, run_to_completion
 from ragblend.engine.fusion.plan import FusePlan, Placement
-from ragblend.engine.fusion.rules import RULES
+from ragblend.engine.fusion.rules import CHECK_LAYER, RULES
 from ragblend.engine.fusion.self_check import (
     CHUNK_TOKENS,
     NUM_CHUNKS,
@@ -143,7 +144,7 @@ def _gates(layers: VllmLayers, vocabulary: int, blocks: list[int], total: int) -
             tuple(placements),
             rule,
             ratio,
-            int(rule.needs_deviation),
+            schedule_check_layers(rule, ratio, CHECK_LAYER, layers.num_layers),
             PREFIX_TOKENS,
             num_fused=context,
             sum_over_ranks=layers.sum_over_ranks,

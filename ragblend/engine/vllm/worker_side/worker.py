@@ -355,7 +355,12 @@ class BlendWorker:
         )
         if params.mode == "blend":
             plan = plan.with_rule(
-                tuning.rule, tuning.recompute_ratio, layers, tuning.check_layer, is_auto_rule=tuning.is_auto_rule
+                tuning.rule,
+                tuning.recompute_ratio,
+                layers,
+                tuning.check_layer,
+                params,
+                is_auto_rule=tuning.is_auto_rule,
             )
         is_exact = job.recompute_ratio >= 1
         return replace(
@@ -364,8 +369,8 @@ class BlendWorker:
 
     def _paged(self, job: BlendJob, turn: BlendTurn, plan: FusePlan, num_in_blocks: int) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
-        kept = {plan.check_layer}
-        if self.layers.attends_scattered_rows_together and 0 < plan.recompute_ratio < 1:
+        kept = {check.layer for check in plan.checks}
+        if self.layers.attends_scattered_rows_together and plan.recomputes_some:
             kept.update(range(self.layers.num_layers))
         num_probe_rows = len(plan.token_ids) - plan.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())
