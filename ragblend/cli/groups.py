@@ -66,7 +66,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
             "plan --profile machine.json --storage disk::0.08 --usd-per-hour 2",
         ),
         "analyze": (
-            "analyze requests.jsonl --model models/smollm2 --plot analyze.png   # counts with your model",
+            "analyze requests.jsonl --model models/smollm2   # counts with your model",
             "analyze -   # reads stdin: jq -c .body batch.jsonl | ragblend analyze -",
         ),
         "bench": (

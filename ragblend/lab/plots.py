@@ -1,4 +1,4 @@
-"""Pictures of results. Each function draws the JSON object of a command, so a stored result can be drawn again.
+"""Pictures of benchmarks. Each function draws a JSON object, so a stored result can be drawn again.
 
 Depends on matplotlib (extra `plot`) and on the JSON keys.
 """
@@ -19,8 +19,6 @@ Facts = Mapping[str, Any]
 PICTURE_ENDINGS = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 COLORS = {"full": "#7f7f7f", "prefix": "#9edae5", "reuse": "#c49c94", "blend": "#1f77b4"}
 RULE_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#bcbd22")
-MIN_KL = 1e-6  # nats: smaller values are rounding, and a logarithmic axis has no zero
-_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 
 
 def check_plot(place: str | Path | None) -> Path | None:
@@ -166,58 +164,3 @@ def plot_with_intervals(
     below = [max(0.0, point[y_field] - point[low]) for point in points]  # rounding, at 1
     above = [max(0.0, point[high] - point[y_field]) for point in points]
     axes.errorbar(places, values, [below, above], label=label, color=color, marker="o", ms=3, lw=1.2, capsize=2)
-
-
-def plot_calibration(facts: Facts, path: Path) -> None:
-    """Write two plots. Their x-axis is the charged budget: the cost of recomputed tokens plus that of the query probe.
-
-    One plot shows the share of first tokens that equal full prefill's, with 95 % intervals. The other shows the KL
-    divergence. Each rule has a line, on which a ring marks the fitted ratio.
-    """
-    title = f"{facts['model']}, {facts['num_questions']} questions, target {facts['target']}: ratio {facts['ratio']:g}"
-    with figure_file(path, 11, 4.4, title) as figure:
-        agreement, divergence = figure.subplots(1, 2)
-        for color, fit in zip(itertools.cycle(RULE_COLORS), facts["fits"], strict=False):
-            for axes, name, least in ((agreement, "agreement", 0.0), (divergence, "kl", MIN_KL)):
-                points = [point for point in fit["curve"] if point[name] > least]
-                bounds = ("low", "high") if name == "agreement" else ("kl_low", "kl_high")
-                plot_with_intervals(axes, points, "charged_budget", name, bounds, color, fit["rule"])
-                for point in (point for point in points if point["ratio"] == fit["ratio"]):
-                    axes.plot(point["charged_budget"], point[name], marker="o", ms=10, mfc="none", color=color)
-        divergence.set_yscale("log")
-        describe_axes(agreement, "charged budget (0 = full reuse)", "first token is full prefill's")
-        describe_axes(divergence, "charged budget (0 = full reuse)", "KL(full || blend) of the first token, nats")
-
-
-# -- traffic
-
-
-def plot_analysis(facts: Facts, path: Path) -> None:
-    """Write a picture of three plots: the shares of the prompt tokens by kind, the chunks that most requests need, and
-    the hit rate of a store over its size.
-    """
-    by = "estimated" if facts["tokens_are_estimated"] else f"by {facts['tokens_by']}"
-    title = f"{facts['num_requests']} requests, {facts['num_tokens']} tokens ({by})"
-    with figure_file(path, 13, 4.2, title) as figure:
-        shares, chunks, curve = figure.subplots(1, 3, width_ratios=(1.0, 1.2, 1.8))
-        for name, color in (("prefix", COLORS["prefix"]), ("elsewhere", COLORS["blend"]), ("new", COLORS["full"])):
-            shares.bar_label(shares.bar([name], [facts["shares"][name]], color=color), fmt="{:.1%}")
-        shares.margins(y=0.1)
-        shares.set_ylabel("share of the prompt tokens")
-        top = facts["chunks"]
-        chunks.barh([each["hash"][:8] for each in top], [each["requests"] for each in top], color=COLORS["blend"])
-        chunks.invert_yaxis()
-        chunks.set_xlabel("requests that need it from a store")
-        chunks.set_title(f"the first {len(top)} of {facts['num_chunks']} repeated chunks", fontsize="medium")
-        _plot_store_sizes(curve, facts["curve"])
-
-
-def _plot_store_sizes(axes: Any, points: Sequence[Facts]) -> None:
-    name, scale, unit = "tokens", 1, "tokens"
-    if points and points[-1]["bytes"] is not None:
-        name = "bytes"
-        scale, unit = next((each for each in _UNITS if points[-1]["bytes"] >= each[0]), _UNITS[-1])
-    sizes = [point[name] / scale for point in points]
-    axes.plot(sizes, [point["lru"] for point in points], marker="o", ms=4, color=COLORS["blend"], label="LRU")
-    axes.set_ylim(bottom=0)
-    describe_axes(axes, f"size of the store, {unit}", "share of the prompt tokens that it finds", "after the prefix")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import JsonOption, PlotOption, with_settings
-from ragblend.cli.printing import join_names, plural, print_notice, print_result, progress_bars
+from ragblend.cli.options import JsonOption, with_settings
+from ragblend.cli.printing import join_names, plural, print_result, progress_bars
 from ragblend.config import Settings
 from ragblend.errors import UsageError
 
@@ -48,7 +48,6 @@ def analyze(
         bool,
         typer.Option("--show-texts", help="Print the first words of the most repeated chunks. Default: only hashes."),
     ] = False,
-    plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Read logged requests and print what prefix caching and blending would save.
@@ -56,9 +55,6 @@ def analyze(
     A line looks like {"messages": [{"role": "user", "content": "Who signed?"}]} or {"prompt": "Who signed?"}. Lines are
     in the order in which the requests were sent. If a log has the bodies in a field: jq -c .body log.jsonl
     """
-    from ragblend.lab.plots import check_plot, plot_analysis
-
-    place = check_plot(plot)
     from ragblend.lab.traffic.analysis import analyze as run
     from ragblend.lab.traffic.cost_model import blending_verdict, precompute_hint
 
@@ -72,9 +68,6 @@ def analyze(
         "verdict": blending_verdict(facts),
         "hint": precompute_hint(facts["first_use_share"]),
     }
-    if place is not None:
-        plot_analysis(facts, place)
-        print_notice(f"plot in {place}")
     print_result(
         facts, "\n".join([*analysis_lines(facts), "", *filter(None, (facts["hint"], facts["verdict"]))]), json_
     )

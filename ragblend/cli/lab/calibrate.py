@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ragblend.cli.options import JsonOption, PlotOption, split_names, split_numbers, with_settings
-from ragblend.cli.printing import print_notice, print_result, progress_bars
+from ragblend.cli.options import JsonOption, split_names, split_numbers, with_settings
+from ragblend.cli.printing import print_result, progress_bars
 from ragblend.cli.session import open_engine, open_settings_index
 from ragblend.config import Settings
 from ragblend.errors import EmptyCorpusError, UsageError
@@ -48,7 +48,6 @@ def calibrate(
     rules: Annotated[str | None, typer.Option("--rules", help="Rules to compare, comma-separated.")] = None,
     ratios: Annotated[str | None, typer.Option("--ratios", help="Ratios to measure in addition to 0 and 1.")] = None,
     save: Annotated[bool, typer.Option("--save/--no-save", help="Save the calibration in the store.")] = True,
-    plot: PlotOption = None,
     json_: JsonOption = False,
 ) -> None:
     """Measure each recompute ratio on your documents: closeness and time.
@@ -66,9 +65,7 @@ def calibrate(
         )
     settings = replace(settings, backend="transformers")  # vLLM also uses the calibration
     from ragblend.lab import calibrate as fitting
-    from ragblend.lab.plots import check_plot, plot_calibration
 
-    place = check_plot(plot)
     fitting.check_target(target, num_questions)
     grid: dict[str, Any] = {}
     if rules is not None:
@@ -92,9 +89,6 @@ def calibrate(
             **grid,
         )
     facts = calibration_facts(run, engine.name, questions)
-    if place is not None:
-        plot_calibration(facts, place)
-        print_notice(f"plot in {place}")
     print_result(facts, "\n".join(calibration_lines(run)), json_)
 
 
