@@ -102,7 +102,7 @@ class Settings(TierOptions):
     mode: Mode = copy_option(GenerationOptions, "mode")
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
-    refine_ratio: float = copy_option(GenerationOptions, "refine_ratio")
+    refine_ratio: float | None = copy_option(GenerationOptions, "refine_ratio")
     max_tokens: int = copy_option(GenerationOptions, "max_tokens")
     temperature: float = copy_option(GenerationOptions, "temperature")
     system: str | None = copy_option(LoadOptions, "system")

@@ -76,7 +76,7 @@ def doctor(settings: Settings, given: typer.Context, json_: JsonOption = False) 
         raise typer.Exit(1)
 
 
-@with_settings("store remote mode rule ratio system context dtype trust_remote_code", unflagged="kv_dtype")
+@with_settings("store remote mode rule ratio system context dtype trust_remote_code", unflagged="kv_dtype refine_ratio")
 def serve(
     settings: Settings,
     given: typer.Context,

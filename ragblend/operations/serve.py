@@ -98,6 +98,7 @@ def build_server_command(
         mode=settings.mode,
         rule=settings.rule,
         ratio=settings.ratio,
+        refine_ratio=settings.refine_ratio,
         system=settings.system,
         context=settings.context,
         trust_remote_code=settings.trust_remote_code,

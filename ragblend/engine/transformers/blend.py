@@ -136,7 +136,7 @@ class BlendingEngine(LocalEngine):
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
         wanted, placed_ends = runs if request.mode != "prefix" else (), {each.end for each in placements}
         misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
-        refine_ratio = request.options.refine_ratio
+        refine_ratio = request.options.refine_ratio or 0.0
         return PrefillResult(
             fused,
             result.logits,

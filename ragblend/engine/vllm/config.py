@@ -28,14 +28,15 @@ from ragblend.redaction import hide_address, printable
 class ConnectorConfig(TierOptions):
     """Configuration of the connector: the fields of vLLM's `kv_connector_extra_config`.
 
-    `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` apply to requests that do not set
-    them. Invalid values raise UsageError.
+    `memory_gib` is the size of each worker's memory tier. `mode`, `rule`, `ratio` and `refine_ratio` apply to requests
+    that do not set them. Invalid values raise UsageError.
     """
 
     store: str = DEFAULT_STORE  # a directory that all processes of this vLLM can access
     mode: Mode = copy_option(GenerationOptions, "mode")  # "prefix": requests without parameters are left to vLLM
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    refine_ratio: float | None = copy_option(GenerationOptions, "refine_ratio")
     prefix_ids: tuple[int, ...] = ()  # the prefix after which chunks are ingested
     context: ContextPolicy | None = copy_option(Settings, "context")  # None: the store's own
     slice_tokens: int = option(

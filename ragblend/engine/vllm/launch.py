@@ -263,6 +263,7 @@ def transfer_config(
     mode: Mode = "blend",
     rule: str | None = None,
     ratio: RatioChoice = None,
+    refine_ratio: float | None = None,
     system: str | None = None,
     context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
@@ -270,9 +271,10 @@ def transfer_config(
 ) -> dict[str, Any]:
     """Return vLLM's `--kv-transfer-config` for the connector over the store directory `store`.
 
-    `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and `ratio`
-    are the defaults of requests. `system`: the system prompt after which chunks were ingested. `context`: their context
-    policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware` requires from clients.
+    `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule`, `ratio` and
+    `refine_ratio` are the defaults of requests. `system`: the system prompt after which chunks were ingested.
+    `context`: their context policy; None for the store's own. `keys`: the file of API keys that `RoutesMiddleware`
+    requires from clients.
     """
     extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
@@ -288,6 +290,8 @@ def transfer_config(
         extra["rule"] = find_rule(rule).name if rule != "auto" else "auto"
     if ratio is not None:
         extra["ratio"] = GenerationOptions(recompute_ratio=ratio).recompute_ratio
+    if refine_ratio is not None:
+        extra["refine_ratio"] = GenerationOptions(refine_ratio=refine_ratio).refine_ratio
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,

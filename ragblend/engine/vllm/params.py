@@ -2,7 +2,7 @@
 
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
-    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0}
+    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "refine_ratio": 0.3, "namespace": "", ...}
     response  {"version": 1, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
 All fields of a request have defaults, and a request without parameters gets the server's. The connector finds the
@@ -10,6 +10,7 @@ chunks in the request's token ids. Keys are never sent; the connector computes t
 
 - "blend", "reuse": stored chunks are placed, and the share `ratio` of their tokens (0 in "reuse") is recomputed. The
   ratio "auto" is calibrated in the server's store. The ratio null is the server's default, "auto" unless configured.
+  With `refine_ratio`, "blend" recomputes that share after the first token; null is the server's, 0 unless configured.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": only vLLM's own prefix cache is reused.
 - "ingest": `span` is the chunk to store, as positions [start, end) in the token ids. It is computed after the ids
   before it. At least one id must follow it, because vLLM needs a token to sample from. Request one token and ignore it.
@@ -50,6 +51,7 @@ class BlendParams:
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
     namespace: str = ""
     seed: int = 0  # for the rule "random"
+    refine_ratio: float | None = copy_option(GenerationOptions, "refine_ratio")  # None: the server's
     span: tuple[int, int] | None = None  # for mode "ingest": token positions [start, end) of the chunk
     version: int = PARAMS_VERSION
 
@@ -91,6 +93,7 @@ class BlendParams:
             ratio=options.recompute_ratio,
             namespace=namespace,
             seed=options.seed or 0,
+            refine_ratio=options.refine_ratio,
         )
 
     def as_dict(self) -> dict[str, Any]:
