@@ -111,6 +111,8 @@ def test_a_ratio_is_refused_in_the_same_words_on_its_way_to_vllm():
     for made in (ConnectorConfig, BlendParams):
         with pytest.raises(UsageError, match=words):
             made(ratio=2)
+        with pytest.raises(UsageError, match=r"choose 0 \(no refinement\) to 1"):
+            made(refine_ratio=2)
 
 
 def test_the_types_of_keyword_arguments_are_generated_from_the_options():

@@ -19,6 +19,7 @@ from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.vllm.jobs import Refined, RefineJob
 from ragblend.engine.vllm.worker_side import worker as vllm_worker
+from ragblend.engine.vllm.worker_side.latent import is_latent, split_pairs
 
 
 class Recorded(NamedTuple):
@@ -52,10 +53,14 @@ def recorded_refinements() -> Iterator[list[Recorded]]:
 
 
 def kv_in_blocks(layers: Any, block_ids: Sequence[int], num_tokens: int) -> list[LayerKV]:
-    """Return each layer's keys and values [H, T, D] of the first tokens in the blocks."""
-    blocks = torch.tensor(block_ids)
-    read = (layers.read(layer, blocks) for layer in range(layers.num_layers))
-    return [LayerKV(*(part[:num_tokens].transpose(0, 1).clone() for part in kv)) for kv in read]
+    """Return each layer's keys and values [H, T, D] of the first tokens in the blocks, as transformers orders them."""
+    blocks, found = torch.tensor(block_ids), []
+    for layer, attention in enumerate(layers._attention):
+        keys, values = (part[:num_tokens] for part in layers.read(layer, blocks))
+        if is_latent(attention):
+            keys = split_pairs(keys, layers._decoder._rotary[layer])
+        found.append(LayerKV(keys.transpose(0, 1).clone(), values.transpose(0, 1).clone()))
+    return found
 
 
 @torch.inference_mode()

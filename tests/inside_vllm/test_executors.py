@@ -22,6 +22,7 @@ from harness import (
     tokens,
 )
 from reference import Span
+from refined import assert_full_prefill_follows
 from test_blend import CHUNKS, PREFIX, QUESTION, blend_params, labelled_prompt
 
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, DEFAULT_RULE, NO_PROBE_RULE
@@ -50,6 +51,8 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
         expected = reference.blended(parts, ratio, rule, [])
         assert report(output)["num_recomputed_tokens"] == len(expected.selected)
         assert_continues(output, reference)
+    refined = ask(llm, IDS, blend_params(0.1, "ask") | {"refine_ratio": 1.0})
+    assert_full_prefill_follows(llm, IDS, refined, 1e-3)
     labelled = labelled_prompt()
     output = ask(llm, labelled.ids, blend_params(0.15))
     assert report(output)["num_chunk_hits"] == 3

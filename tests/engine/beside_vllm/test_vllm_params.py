@@ -25,7 +25,7 @@ anything = st.recursive(
 
 
 def test_parameters_survive_json():
-    asked = BlendParams("reuse", "random", 0.2, "team", 4)
+    asked = BlendParams("blend", "random", 0.2, "team", 4, 0.3)
     behind = BlendParams("ingest", span=(3, 9))
     for params in (asked, behind):
         assert parse_params(json.loads(json.dumps(params.as_dict()))[PARAMS_KEY]) == params
