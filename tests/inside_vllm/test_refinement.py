@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from harness import (
     PREFIX,
+    SMALL,
     add,
     ask,
     assert_same_answer,
@@ -22,6 +23,7 @@ from harness import (
 from refined import assert_full_prefill_follows, kv_in_blocks, recorded_refinements
 from test_blend import CHUNKS, TOLERANCE, patchy_prompt
 
+from ragblend import Prompt, load_engine
 from ragblend.engine.vllm.worker_side import worker as vllm_worker
 
 STEPS = 8
@@ -226,3 +228,35 @@ def test_a_refinement_takes_at_most_one_slice(llm, turn, monkeypatch):
         counts.append(report(ask(llm, turn, refining()))["num_refined_tokens"])
     assert counts[0] == chunk_tokens - len(CHUNKS[0])  # the first one is exact
     assert counts[0] > counts[1] > counts[2] == 0
+
+
+TEXTS = [
+    "the theory of the first chunk answers the question",
+    "another chunk, and the theory of that question",
+    "third",
+]
+
+
+@pytest.fixture(scope="module")
+def both(checkpoint, tmp_path_factory):
+    """vLLM in this process as an engine, and the transformers engine over the same store."""
+    store, path = tmp_path_factory.mktemp("both"), str(checkpoint("llama"))
+    options = SMALL | {"async_scheduling": False}
+    with load_engine(path, store, backend="vllm", vllm_options=options, on_miss="inline") as vllm:
+        for text in TEXTS:
+            vllm.precompute(text)
+        with load_engine(path, store, on_miss="inline") as transformers:
+            yield vllm, transformers
+
+
+@pytest.mark.parametrize("refine_ratio", [0.3, 0.6, 1.0])
+def test_answers_are_those_of_the_transformers_engine_token_by_token(both, refine_ratio):
+    prompt, reports = Prompt(TEXTS, "what is that theory?"), []
+    options = {"rule": "ask", "recompute_ratio": 0.1, "max_tokens": 24}
+    answers = [engine.generate(prompt, refine_ratio=refine_ratio, **options) for engine in both]
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].token_ids != both[0].generate(prompt, **options).token_ids
+    for answer in answers:
+        reports.append((answer.report.num_refined_tokens, answer.report.refined_after))
+    assert reports[0] == reports[1]
+    assert reports[0][1] == 1
