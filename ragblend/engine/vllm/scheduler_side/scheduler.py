@@ -473,7 +473,7 @@ class BlendScheduler:
     def next_refinement(self, scheduled: Mapping[str, int]) -> RefineJob | None:
         """Return the refinement to run before this step, whose requests are `scheduled`; None if there is none.
 
-        Only a request without any other beside it is refined, so that nobody waits for it but its own answer.
+        Only a request that is alone in vLLM is refined, so that no other request waits.
         """
         if len(self._unfinished) != 1:
             return None
@@ -489,6 +489,7 @@ class BlendScheduler:
     def take_refined(self, refined: Mapping[str, Refined]) -> None:
         """Record the workers' refinements, by request id."""
         for request_id, each in refined.items():
+            self.metrics.add(refined_tokens=each.num_tokens)
             if (state := self.requests.get(request_id)) is not None:
                 each.write_to(state.report)
 
