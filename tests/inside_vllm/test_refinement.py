@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from harness import (
     PREFIX,
-    SMALL,
     add,
     ask,
     assert_same_answer,
@@ -25,7 +24,6 @@ from harness import (
 from refined import assert_full_prefill_follows, kv_in_blocks, recorded_refinements
 from test_blend import CHUNKS, TOLERANCE, patchy_prompt
 
-from ragblend import Prompt, load_engine
 from ragblend.engine.vllm.worker_side import worker as vllm_worker
 
 STEPS = 8
@@ -179,6 +177,15 @@ def test_the_next_turn_finds_the_refined_blocks(llm, turn):
     assert_same_answer(found, ask(llm, second), TOLERANCE)
 
 
+def test_the_next_turn_is_refined_with_its_own_chunks(llm, turn):
+    answer = ask(llm, turn, refining(), max_tokens=40)
+    second = [*turn, *tokens(answer), *CHUNKS[1], *CHUNKS[2], *OTHER]
+    found = ask(llm, second, refining(), forgets=False)
+    assert report(found)["num_prefix_tokens"] >= len(turn)
+    assert 0 < report(found)["num_refined_tokens"] <= len(CHUNKS[1]) + len(CHUNKS[2])
+    assert_full_prefill_follows(llm, second, found, TOLERANCE)
+
+
 def test_prompts_with_another_refine_ratio_do_not_find_the_refined_blocks(llm, turn):
     ask(llm, turn, refining(), max_tokens=40)
     for other in (refining(0.0), refining(0.5)):
@@ -232,32 +239,3 @@ def test_a_refinement_takes_at_most_one_slice(llm, turn, monkeypatch):
         counts.append(report(ask(llm, turn, refining()))["num_refined_tokens"])
     assert counts[0] == chunk_tokens - len(CHUNKS[0])  # the first one is exact
     assert counts[0] > counts[1] > counts[2] == 0
-
-
-TEXTS = [
-    "the theory of the first chunk answers the question",
-    "another chunk, and the theory of that question",
-    "third",
-]
-
-
-@pytest.fixture(scope="module")
-def both(checkpoint, tmp_path_factory):
-    """vLLM in this process as an engine, and the transformers engine over the same store."""
-    store, path = tmp_path_factory.mktemp("both"), str(checkpoint("llama"))
-    options = SMALL | {"async_scheduling": False}
-    with load_engine(path, store, backend="vllm", vllm_options=options, on_miss="inline") as vllm:
-        for text in TEXTS:
-            vllm.precompute(text)
-        with load_engine(path, store, on_miss="inline") as transformers:
-            yield vllm, transformers
-
-
-@pytest.mark.parametrize("refine_ratio", [0.3, 0.6, 1.0])
-def test_answers_are_those_of_the_transformers_engine_token_by_token(both, refine_ratio):
-    prompt, options = Prompt(TEXTS, "what is that theory?"), {"rule": "ask", "recompute_ratio": 0.1, "max_tokens": 24}
-    ours, theirs = (each.generate(prompt, refine_ratio=refine_ratio, **options) for each in both)
-    assert ours.token_ids == theirs.token_ids
-    assert ours.token_ids != both[0].generate(prompt, **options).token_ids
-    assert ours.report.num_refined_tokens == theirs.report.num_refined_tokens > 0
-    assert (ours.report.refined_after, theirs.report.refined_after) == (1, 1)

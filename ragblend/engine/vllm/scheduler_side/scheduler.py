@@ -471,14 +471,15 @@ class BlendScheduler:
                 state.is_refinable = bool(state.turns and state.refine_ratio)
 
     def next_refinement(self, scheduled: Mapping[str, int]) -> RefineJob | None:
-        """Return the refinement to run before this step, whose requests are `scheduled`; None if there is none.
+        """Return the refinement to run before this step; None if there is none.
 
-        Only a request that is alone in vLLM is refined, so that no other request waits.
+        Only a request that is alone in vLLM is refined, so that no other request waits. `scheduled`: tokens of each
+        request in this step. A step of more than one token, by drafts, may use a plan of MLA that a refinement changes.
         """
         if len(self._unfinished) != 1:
             return None
         state = self.requests.get(next(iter(self._unfinished)))
-        if state is None or not state.is_refinable or state.request.request_id not in scheduled:
+        if state is None or not state.is_refinable or scheduled.get(state.request.request_id) != 1:
             return None
         blocks = self.kv_cache_manager.get_blocks(state.request.request_id).blocks[0]
         first = state.turns[-1].fused_start // self._cache_config.block_size
