@@ -2,6 +2,7 @@
 
     python -m benchmarks.refinement answers --model models/smollm2 --data musique --out data/results/refinement.json
     python -m benchmarks.refinement pauses --threads 1 --out data/results/refinement-pauses.json
+    python -m benchmarks.refinement pauses --backend vllm --threads 1 --out data/results/refinement-pauses-vllm.json
 
 `answers` compares three kinds of runs with full prefill, over the tokens of full prefill's greedy answer: the default
 rule at its ratio, the same refined after the first token (`refine_ratio`), and one pass at the higher ratio. `--resume`
@@ -17,8 +18,9 @@ from __future__ import annotations
 import gc
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -39,11 +41,14 @@ from ragblend.engine.generation import PrefillResult
 from ragblend.engine.load import load_engine
 from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
+from ragblend.engine.vllm.base_engine import VllmEngineBase
 from ragblend.errors import UsageError
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.intervals import mean_interval
-from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.bench.common.workloads import make_prompts
+from ragblend.lab.bench.common.configs import PromptConfig, QualityConfig
+from ragblend.lab.bench.common.shapes import SHAPES
+from ragblend.lab.bench.common.workloads import make_prompts, vocab_size
+from ragblend.lab.bench.ttft_vllm import open_vllm
 from ragblend.lab.engines import with_own_store
 from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
 from ragblend.lab.quality.measures import score_fidelity, token_log_probs
@@ -177,6 +182,8 @@ def answers(
 
 # --- pauses ---
 
+AnyEngine = TransformersEngine | VllmEngineBase
+
 
 class Single(NamedTuple):
     """One streamed answer without another request. Times in seconds."""
@@ -188,7 +195,25 @@ class Single(NamedTuple):
     request_cpu_s: float
 
 
-def stream_alone(engine: TransformersEngine, prompt: Prompt, refine_ratio: float, answer_tokens: int) -> Single:
+@contextmanager
+def opened_with(backend: str, subject: str, config: PromptConfig, clients: int, seed: int) -> Iterator[AnyEngine]:
+    """Open the engine of a backend, transformers or vllm, over a shape with random weights or a checkpoint.
+
+    Stored KV is in memory. vLLM has no prefix cache, in which it would find prompts that are sent again.
+    """
+    if backend == "transformers":
+        engine = opened(subject, "float32", seed)
+        yield engine
+        engine.close()
+        return
+    if backend != "vllm":
+        raise UsageError(f"--backend is {backend!r}; choose transformers or vllm")
+    shape, model = (subject, None) if subject in SHAPES else (None, subject)
+    with open_vllm(config, shape, model, num_prompts=clients, memory_gib=8.0) as served:
+        yield served
+
+
+def stream_alone(engine: AnyEngine, prompt: Prompt, refine_ratio: float, answer_tokens: int) -> Single:
     """Stream one answer, and return its times."""
     start_s, cpu_start_s = perf_counter(), process_time()
     stream = engine.stream(prompt, refine_ratio=refine_ratio, max_tokens=answer_tokens)
@@ -213,7 +238,7 @@ class Together(NamedTuple):
 
 
 def answer_clients(
-    engine: TransformersEngine, prompts: Sequence[Prompt], num_clients: int, refine_ratio: float, answer_tokens: int
+    engine: AnyEngine, prompts: Sequence[Prompt], num_clients: int, refine_ratio: float, answer_tokens: int
 ) -> Together:
     """Answer `prompts` for some clients at the same time, and return the rates."""
 
@@ -237,7 +262,7 @@ def answer_clients(
 
 
 def measure_pauses(
-    engine: TransformersEngine,
+    engine: AnyEngine,
     prompts: Sequence[Prompt],
     ratio: float,
     num_clients: int,
@@ -290,6 +315,7 @@ def pauses(
     subject: Annotated[
         str, typer.Option("--subject", help="A shape with random weights, or a checkpoint.")
     ] = "llama-50m",
+    backend: Annotated[str, typer.Option("--backend", help="transformers or vllm.")] = "transformers",
     ratio: Annotated[float, typer.Option("--ratio", help="Refine ratio.")] = 0.2,
     num_chunks: int = 6,
     chunk_tokens: int = 256,
@@ -305,15 +331,19 @@ def pauses(
     """Measure first-token times, pauses and throughput with refinement, compared with requests without it."""
     quiet_libraries()
     set_num_threads(threads)
-    engine = opened(subject, "float32", seed)
-    lengths = (num_chunks, chunk_tokens, question_tokens)
-    vocabulary = engine.layers.config.vocab_size
-    chunks, prompts = make_prompts(*lengths, clients * requests, vocabulary, seed, 2 * num_chunks)
-    for chunk in chunks:
-        engine.precompute(chunk)
-    found = measure_pauses(engine, prompts, ratio, clients, answer_tokens, repeats, print_notice)
+    options = {"enable_prefix_caching": False} if backend == "vllm" else {}
+    sizes = PromptConfig(
+        num_chunks=num_chunks, chunk_tokens=chunk_tokens, question_tokens=question_tokens, dtype="float32",
+        vllm_options=options,
+    )  # fmt: skip
+    with opened_with(backend, subject, sizes, clients, seed) as engine:
+        vocabulary = vocab_size(engine)
+        chunks, prompts = make_prompts(*sizes.prompt_shape, clients * requests, vocabulary, seed, 2 * num_chunks)
+        for chunk in chunks:
+            engine.precompute(chunk)
+        found = measure_pauses(engine, prompts, ratio, clients, answer_tokens, repeats, print_notice)
     config = {
-        "subject": Path(subject).name, "num_chunks": num_chunks, "chunk_tokens": chunk_tokens,
+        "subject": Path(subject).name, "backend": backend, "num_chunks": num_chunks, "chunk_tokens": chunk_tokens,
         "question_tokens": question_tokens, "answer_tokens": answer_tokens, "requests": requests, "threads": threads,
         "seed": seed,
     }  # fmt: skip
@@ -328,7 +358,6 @@ def pauses(
         f"{clients} clients: throughput ratio {found['throughput_ratio']:.3f} (CPU "
         f"{found['throughput_cpu_ratio']:.3f}), {found['num_refined']} of {found['num_requests']} answers refined"
     )
-    engine.close()
 
 
 if __name__ == "__main__":

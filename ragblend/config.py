@@ -104,7 +104,7 @@ class Settings(TierOptions):
     mode: Mode = copy_option(GenerationOptions, "mode")
     rule: str = copy_option(GenerationOptions, "rule")
     recompute_ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
-    refine_ratio: float = copy_option(GenerationOptions, "refine_ratio")
+    refine_ratio: float | None = copy_option(GenerationOptions, "refine_ratio")
     check_layers: Sequence[int] | None = copy_option(SelectionOptions, "check_layers")
     recompute_ratios: Sequence[float] | None = copy_option(SelectionOptions, "recompute_ratios")
     deviation: Deviation | None = copy_option(SelectionOptions, "deviation")

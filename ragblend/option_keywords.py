@@ -66,7 +66,7 @@ class GenerationKeywords(TypedDict, total=False):
     mode: Mode
     rule: str
     recompute_ratio: RatioChoice
-    refine_ratio: float
+    refine_ratio: float | None
     max_tokens: int
     temperature: float
     top_p: float

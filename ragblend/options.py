@@ -339,6 +339,7 @@ class GenerationOptions(SelectionOptions):
     `refine_ratio`: share of the chunk tokens that mode "blend" recomputes after the answer's first token, over the KV
     that the first token came from (refinement). It has an effect if it is above the ratio of the first token, and if
     there is a moment in which the engine has no other request. The rest of the answer is then closer to full prefill.
+    None means the ratio that a server was started with, else 0.
 
     Temperature 0 is greedy. `top_p` keeps the smallest set of tokens with that total probability. Penalties and bias
     also apply to greedy answers. `logprobs` are the model's own, before penalties, bias and temperature.
@@ -349,8 +350,8 @@ class GenerationOptions(SelectionOptions):
     recompute_ratio: RatioChoice = option(
         None, "Share of chunk tokens to recompute, 0 to 1; auto: as calibrated.", RATIO, flag="--ratio"
     )
-    refine_ratio: float = option(
-        0.0,
+    refine_ratio: float | None = option(
+        None,
         "Share of chunk tokens to recompute after the first token, in idle time; 0: none.",
         between_zero_and_one("no refinement", "recompute every chunk token"),
     )

@@ -114,6 +114,8 @@ def test_vllm_rejects_a_ratio_in_the_same_words():
     for made in (ConnectorConfig, BlendParams):
         with pytest.raises(UsageError, match=words):
             made(ratio=2)
+        with pytest.raises(UsageError, match=r"choose 0 \(no refinement\) to 1"):
+            made(refine_ratio=2)
 
 
 def test_the_types_of_keyword_arguments_are_generated_from_the_options():

@@ -78,7 +78,7 @@ def doctor(settings: Settings, ctx: typer.Context, json_: JsonOption = False) ->
 
 @with_settings(
     "store remote mode rule recompute_ratio system context dtype trust_remote_code",
-    unflagged=f"kv_dtype {SELECTION}",
+    unflagged=f"kv_dtype refine_ratio {SELECTION}",
 )
 def serve(
     settings: Settings,

@@ -98,6 +98,7 @@ def build_server_command(
         mode=settings.mode,
         rule=settings.rule,
         recompute_ratio=settings.recompute_ratio,
+        refine_ratio=settings.refine_ratio,
         selection=settings.selection,
         system=settings.system,
         context=settings.context,

@@ -25,6 +25,7 @@ from harness import (
     tokens,
 )
 from reference import Span
+from refined import assert_full_prefill_follows, assert_refined_as_by_transformers, recorded_refinements
 
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.vllm.worker_side import layers as vllm_layers
@@ -234,6 +235,23 @@ def test_stale_chunks_do_change_the_answer(served):
         assert max(abs(mine[each].logprob - theirs[each].logprob) for each in mine.keys() & theirs.keys()) > 0.01
     else:
         assert tokens(stale) != tokens(full)
+
+
+def test_an_answer_refined_to_ratio_one_goes_on_as_after_full_prefill(served):
+    _, llm = served
+    for prompt in (plain_prompt(), patchy_prompt()):
+        answer = ask(llm, prompt.ids, blend_params(0.1, "ask") | {"refine_ratio": 1.0})
+        assert_full_prefill_follows(llm, prompt.ids, answer, TOLERANCE)
+
+
+@pytest.mark.parametrize("rule", ["ask", "cacheblend", "random"])
+def test_a_refinement_computes_the_kv_of_the_transformers_engine(served, stock, rule):
+    family, llm = served
+    with recorded_refinements() as refinements:
+        answer = ask(llm, patchy_prompt().ids, blend_params(0.1, rule) | {"refine_ratio": 0.3})
+    (recorded,) = refinements
+    assert_refined_as_by_transformers(stock(family), recorded)
+    assert report(answer)["num_refined_tokens"] == recorded.result.num_tokens > report(answer)["num_recomputed_tokens"]
 
 
 def test_a_batch_equals_its_requests_one_by_one(served):

@@ -23,6 +23,7 @@ from harness import (
     tokens,
 )
 from reference import Span
+from refined import assert_full_prefill_follows
 from selection_cases import FORMS, random_case
 from test_blend import CHUNKS, PREFIX, QUESTION, blend_params, labelled_prompt
 
@@ -58,6 +59,8 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
         expected = reference.continue_from(reference.blend(parts, **case.reference), parts)
         assert report(output)["num_recomputed_tokens"] == len(expected.selected)
         assert_continues(output, reference)
+    refined = ask(llm, IDS, blend_params(0.1, "ask") | {"refine_ratio": 1.0})
+    assert_full_prefill_follows(llm, IDS, refined, 1e-3)
     labelled = labelled_prompt()
     output = ask(llm, labelled.ids, blend_params(0.15))
     assert report(output)["num_chunk_hits"] == 3

@@ -9,6 +9,7 @@ import pytest
 import transformers
 from continued import Continued, assert_continues
 from harness import SIZES, ask, assert_same_answer, connector_worker, engine, ingest, recorded_selections, report
+from refined import assert_full_prefill_follows, assert_refined_as_by_transformers, recorded_refinements
 from test_blend import (
     CHUNKS,
     PREFIX,
@@ -147,6 +148,20 @@ def test_ratios_between_are_the_independent_cacheblends(family, rule, make_promp
     assert report(output)["rule"] == rule
     assert selections[-1] == expected.selected
     assert_continues(output, reference, TOLERANCE)
+
+
+def test_refinement_computes_the_kv_of_the_transformers_engine(family, served, stock_of_family):
+    ids = plain_prompt().ids
+    with recorded_refinements() as refinements:
+        answer = ask(served, ids, blend_params(0.1, "ask") | {"refine_ratio": 0.3})
+    (recorded,) = refinements
+    assert report(answer)["num_refined_tokens"] > 0
+    if family == "cohere2":  # vLLM's window there has one token more
+        stock_of_family = make_family(family, sliding_window=stock_of_family.config.sliding_window + 1)
+    if family != "ernie4_5_moe":  # vLLM's full prefill of this model is not that of transformers either
+        assert_refined_as_by_transformers(stock_of_family, recorded)
+    answer = ask(served, ids, blend_params(0.1, "ask") | {"refine_ratio": 1.0})
+    assert_full_prefill_follows(served, ids, answer, TOLERANCE)
 
 
 REJECTED: dict[str, tuple[type, dict[str, Any], str]] = {

@@ -147,7 +147,7 @@ class BlendingEngine(LocalEngine):
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
-        refine_ratio = request.options.refine_ratio
+        refine_ratio = request.options.refine_ratio or 0.0
         return PrefillResult(
             fused,
             result.logits,

@@ -38,15 +38,16 @@ from ragblend.redaction import hide_address, printable
 class ConnectorConfig(TierOptions):
     """Configuration of the connector: the fields of vLLM's `kv_connector_extra_config`.
 
-    `memory_gib` is the size of each worker's memory tier. `mode`, `rule` and `ratio` apply to requests that do not set
-    them, SelectionOptions' fields to requests that set no rule, no ratio and none of these fields. Invalid values raise
-    UsageError.
+    `memory_gib` is the size of each worker's memory tier. `mode`, `rule`, `ratio` and `refine_ratio` apply to requests
+    that do not set them, SelectionOptions' fields to requests that set no rule, no ratio and none of these fields.
+    Invalid values raise UsageError.
     """
 
     store: str = copy_option(Settings, "store")  # a directory that all processes of this vLLM can access
     mode: Mode = copy_option(GenerationOptions, "mode")  # "prefix": requests without parameters are left to vLLM
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")
+    refine_ratio: float | None = copy_option(GenerationOptions, "refine_ratio")
     check_layers: Sequence[int] | None = copy_option(SelectionOptions, "check_layers")
     recompute_ratios: Sequence[float] | None = copy_option(SelectionOptions, "recompute_ratios")
     deviation: Deviation | None = copy_option(SelectionOptions, "deviation")

@@ -26,7 +26,7 @@ from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.jobs import BlendJob
+from ragblend.engine.vllm.jobs import BlendJob, Refined, RefineJob
 from ragblend.engine.vllm.metric_sources import MetricSource, TierMetrics
 from ragblend.engine.vllm.params import report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
@@ -70,6 +70,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     jobs: list[BlendJob] = field(default_factory=list)  # new ones
     resident: dict[str, BlendReport] = field(default_factory=dict)  # by id of requests that need no job
     is_idle: bool = False  # vLLM schedules no tokens in this step
+    refinement: RefineJob | None = None  # to run before this step's forward pass
 
 
 @dataclass
@@ -79,6 +80,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
     reports: dict[str, BlendReport] = field(default_factory=dict)  # of finished jobs, by request id
     memory: MemoryTierDelta | None = None  # changes of the first rank's memory tier
     weights_updated: bool = False  # the model's weights have changed since it was loaded
+    refined: dict[str, Refined] = field(default_factory=dict)  # refinements of this step, by request id
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Return one message that combines the messages of this rank and of another rank (`other`).
@@ -87,7 +89,7 @@ class BlendReports(KVConnectorWorkerMetadata):  # type: ignore[misc]
         """
         memory = self.memory if self.memory is not None else other.memory
         updated = self.weights_updated or other.weights_updated
-        return BlendReports({**other.reports, **self.reports}, memory, updated)
+        return BlendReports({**other.reports, **self.reports}, memory, updated, {**other.refined, **self.refined})
 
 
 class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -112,6 +114,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._reports: dict[str, BlendReport] = {}
+        self._refined: dict[str, Refined] = {}
         self._recent_reports: OrderedDict[str, BlendReport] = OrderedDict()
         if role.name == "SCHEDULER":
             if note := draft_note(vllm_config):
@@ -155,7 +158,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if is_idle:
             self.scheduler.wait_for_pending()
-        return BlendMetadata(self.scheduler.take_jobs(), self.scheduler.take_resident(), is_idle)
+        refinement = None if is_idle else self.scheduler.next_refinement(scheduler_output.num_scheduled_tokens)
+        return BlendMetadata(self.scheduler.take_jobs(), self.scheduler.take_resident(), is_idle, refinement)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' message to the scheduler's half."""
@@ -164,6 +168,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             if meta.weights_updated:
                 self.scheduler.stop_reuse()
             self.scheduler.take_reports(meta.reports, meta.memory)
+            self.scheduler.take_refined(meta.refined)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Return False and the answer's report. False makes vLLM free the blocks. vLLM sends the report."""
@@ -207,6 +212,18 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._metric_sources = [TierMetrics(store, shows_bytes=True)]
         self._worker = BlendWorker(layers, store, self.config.slice_tokens or batched, self.config.message_for_clients)
         self._closeables = [self._worker, store]
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the step's message, and run its refinement. vLLM calls this before each step's forward pass."""
+        super().bind_connector_metadata(connector_metadata)
+        job = connector_metadata.refinement
+        if job is None or weights_updated.is_set():
+            return
+        refined = self._worker.refine(job)
+        if refined is not None:
+            self._refined[job.request_id] = refined
+            if (report := self._recent_reports.get(job.request_id)) is not None:
+                refined.write_to(report)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
@@ -258,11 +275,12 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the message of this step to the scheduler; None if nothing has changed."""
         reports, self._reports = self._reports, {}
+        refined, self._refined = self._refined, {}
         change = None
         if self._watch is not None:
             change = self._watch.take_delta()
-        is_news = bool(reports) or change is not None or weights_updated.is_set()
-        return BlendReports(reports, change, weights_updated.is_set()) if is_news else None
+        is_news = bool(reports or refined) or change is not None or weights_updated.is_set()
+        return BlendReports(reports, change, weights_updated.is_set(), refined) if is_news else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the ids of the blocks of jobs that failed since the last call. vLLM computes these blocks itself."""

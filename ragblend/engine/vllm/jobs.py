@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ragblend.engine.report import BlendReport
 from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.engine.vllm.params import BlendParams
 from ragblend.prompt.types import ChunkRun
@@ -77,3 +78,30 @@ class BlendJob:
         num_stored = sum(run.num_tokens for run in self.stored)
         num_recomputed = math.ceil(self.recompute_ratio * num_stored)
         return self.end - max(self.num_resident, self.runs[0].start) - num_stored + num_recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class RefineJob:
+    """Refinement of a running request: its chunk tokens are recomputed up to the share `ratio`, between two steps.
+
+    The KV of the first `num_computed` tokens of prompt and answer is in its blocks. `answer_ids`: the answer's tokens
+    that the scheduler knows; the KV of the last one may not be computed yet.
+    """
+
+    request_id: str
+    ratio: float
+    answer_ids: tuple[int, ...] = field(repr=False)
+    num_computed: int
+    block_ids: tuple[int, ...]
+
+
+class Refined(NamedTuple):
+    """Result of a refinement: recomputed chunk tokens, the number of the answer's tokens before it, and seconds."""
+
+    num_tokens: int
+    num_answered: int
+    seconds: float
+
+    def write_to(self, report: BlendReport) -> None:
+        """Record the refinement in its request's report."""
+        report.num_refined_tokens, report.refined_after, report.refine_s = self

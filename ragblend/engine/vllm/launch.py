@@ -263,6 +263,7 @@ def transfer_config(
     mode: Mode | None = None,
     rule: str | None = None,
     recompute_ratio: RatioChoice = None,
+    refine_ratio: float | None = None,
     selection: Mapping[str, Any] | None = None,
     system: str | None = None,
     context: ContextPolicy | None = None,
@@ -271,10 +272,11 @@ def transfer_config(
 ) -> dict[str, Any]:
     """Return vLLM's `--kv-transfer-config` for the connector over the store directory `store`.
 
-    `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule` and
-    `recompute_ratio` are the defaults of requests, and so are the fields of SelectionOptions in `selection`. `system`:
-    the system prompt after which chunks were ingested. `context`: their context policy; None for the store's own.
-    `keys`: the file of API keys that `RoutesMiddleware` requires from clients. Raises UsageError for an invalid value.
+    `tiers`: options of `open_store`; the connector reads missing ones from its environment. `mode`, `rule`,
+    `recompute_ratio` and `refine_ratio` are the defaults of requests, and so are the fields of SelectionOptions in
+    `selection`. `system`: the system prompt after which chunks were ingested. `context`: their context policy; None for
+    the store's own. `keys`: the file of API keys that `RoutesMiddleware` requires from clients. Raises UsageError for
+    an invalid value.
     """
     extra: dict[str, Any] = {"store": str(expand_user_path(store, "store").resolve()), **(tiers or {})}
     tokenizer, _ = load_tokenizer(model, ModelOptions(trust_remote_code=trust_remote_code))
@@ -282,7 +284,7 @@ def transfer_config(
     if keys is not None:
         # Not resolved: the server reads it again, and Kubernetes changes a secret by changing a link.
         extra["keys"] = str(expand_user_path(keys, "--api-keys-file").absolute())
-    chosen = {"mode": mode, "rule": rule, "ratio": recompute_ratio, "context": context}
+    chosen = {"mode": mode, "rule": rule, "ratio": recompute_ratio, "refine_ratio": refine_ratio, "context": context}
     extra |= {name: value for name, value in chosen.items() if value is not None}
     extra |= SelectionOptions(**(selection or {})).selection
     ConnectorConfig.from_extra_config(extra)  # reports an invalid value here, not in one of vLLM's processes

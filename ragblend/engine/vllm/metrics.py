@@ -20,6 +20,7 @@ COUNTERS = {
     "chunk_misses": "Chunks without stored KV, or whose stored KV could not be read",
     "reused_tokens": "Prompt tokens whose stored KV was used without recomputing",
     "recomputed_tokens": "Chunk tokens whose stored KV was recomputed",
+    "refined_tokens": "Chunk tokens recomputed after the first token of an answer",
     "damaged_entries": "Damaged entries that were read",
     "ingested_chunks": "Chunks computed and stored",
     "remote_hits": "Chunks that were read from the remote tier",

@@ -2,8 +2,8 @@
 
 Shared by the connector and by every client of a vLLM server, so it imports neither vLLM nor torch.
 
-    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "namespace": "", "seed": 0,
-               "check_layers": [1, 8], "recompute_ratios": [0.2, 0.1], ...}
+    request   {"version": 1, "mode": "blend", "rule": "auto", "ratio": 0.15, "refine_ratio": 0.3, "namespace": "",
+               "seed": 0, "check_layers": [1, 8], "recompute_ratios": [0.2, 0.1], ...}
     response  {"version": 1, "mode": "blend", "rule": "ask", "recompute_ratio": 0.05, ...}: BlendReport's fields
 
 SelectionOptions' fields may be added. All fields of a request have defaults, and a request without parameters gets the
@@ -12,6 +12,7 @@ from the ids. Modes:
 
 - "blend", "reuse": stored chunks are placed, and the share `ratio` of their tokens (0 in "reuse") is recomputed. The
   ratio "auto" is calibrated in the server's store. The ratio null is the server's default, "auto" unless configured.
+  With `refine_ratio`, "blend" recomputes that share after the first token; null is the server's, 0 unless configured.
 - "full": nothing is reused, not even vLLM's prefix cache. "prefix": only vLLM's own prefix cache is reused.
 - "ingest": `span` is the chunk to store, as positions [start, end) in the token ids. It is computed after the ids
   before it. At least one id must follow it, because vLLM needs a token to sample from. Request one token and ignore it.
@@ -50,6 +51,7 @@ class BlendParams(SelectionOptions):
     mode: VllmMode = "blend"
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
+    refine_ratio: float | None = copy_option(GenerationOptions, "refine_ratio")  # None: the server's
     namespace: str = copy_option(LoadOptions, "namespace")
     seed: int | None = copy_option(GenerationOptions, "seed")  # for the rule "random"; None is 0
     span: tuple[int, int] | None = None  # for mode "ingest": token positions [start, end) of the chunk
@@ -88,6 +90,7 @@ class BlendParams(SelectionOptions):
             rule=options.rule,
             ratio=options.recompute_ratio,
             namespace=namespace,
+            refine_ratio=options.refine_ratio,
             seed=options.seed,
             **options.selection,
         )

@@ -20,16 +20,11 @@ log = logging.getLogger(__name__)
 def checked_options(options: GenerationKeywords) -> GenerationOptions:
     """Return `options` as a GenerationOptions object.
 
-    Raises UsageError for invalid values, and for logprobs and refinement, which vLLM engines lack.
+    Raises UsageError for invalid values, and for logprobs, which vLLM engines lack.
     """
     checked = GenerationOptions(**options)
     if checked.logprobs:
         raise UsageError("logprobs are only available with backend='transformers'; leave them out for vLLM")
-    if checked.refine_ratio:
-        raise UsageError(
-            f"refine_ratio is {checked.refine_ratio:g}, but answers are only refined with backend='transformers'; "
-            "leave it out for vLLM, or raise recompute_ratio"
-        )
     rule = find_rule(checked.rule)
     if checked.rule != "auto":  # the server's rule may measure deviations
         validate_selection(rule, checked)

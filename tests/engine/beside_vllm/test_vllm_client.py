@@ -290,8 +290,6 @@ def test_sampling_uses_vllms_names_and_unset_options_have_no_effect(client, scri
     assert {name: full[name] for name in (*asked, "logit_bias")} == asked | {"logit_bias": {"7": 3.0}}
     with pytest.raises(UsageError, match="logprobs are only available with backend='transformers'"):
         client.generate(PROMPT, logprobs=True)
-    with pytest.raises(UsageError, match=r"^refine_ratio is 0\.2, but answers are only refined with backend='transf"):
-        client.generate(PROMPT, refine_ratio=0.2)
 
 
 def test_bad_options_are_refused_before_anything_is_sent(client, script):

@@ -26,7 +26,7 @@ from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
-from ragblend.engine.vllm.jobs import BlendJob, BlendTurn
+from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, Refined, RefineJob
 from ragblend.engine.vllm.metric_sources import LABEL, RequestMetrics, TierMetrics
 from ragblend.engine.vllm.params import (
     PARAMS_KEY,
@@ -38,6 +38,7 @@ from ragblend.engine.vllm.params import (
 from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, machine_facts_of
 from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, LookupResult
+from ragblend.engine.vllm.scheduler_side.refinement import refine_job
 from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S
@@ -77,6 +78,7 @@ class _RequestState:
     runs: tuple[ChunkRun, ...] | None = None  # None before the prompt is matched
     num_missing: int = 0  # runs without a stored entry
     is_filled: bool = False  # the workers have reported the job
+    is_refinable: bool = False  # the workers have filled its last turn, and no refinement has followed
     request: Any = field(default=None, repr=False)  # vLLM's
     is_timed: bool = False  # its first token is recorded
 
@@ -90,6 +92,12 @@ class _RequestState:
         """Return the stored runs of all turns."""
         return tuple(run for turn in self.turns for run in turn.stored)
 
+    @property
+    def refine_ratio(self) -> float:
+        """Share of the chunk tokens to recompute after the first token; 0 if it is not above the first token's."""
+        ratio = self.params.refine_ratio or 0.0
+        return ratio if self.params.mode == "blend" and ratio > self.report.recompute_ratio else 0.0
+
 
 class BlendScheduler:
     """The connector's part in vLLM's scheduler process. It plans the blends of requests, which the workers run."""
@@ -98,6 +106,7 @@ class BlendScheduler:
         self.config = config
         self.metrics = RequestMetrics()
         self.requests: dict[str, _RequestState] = {}
+        self._unfinished: set[str] = set()  # all requests of vLLM, also those that are left to it
         self._new_jobs: list[BlendJob] = []
         self._new_resident: dict[str, BlendReport] = {}
         # A fetched entry is also in the remote tier, so no write needs to wait until the disk has it (fsync).
@@ -143,6 +152,7 @@ class BlendScheduler:
 
     def on_new_request(self, request: Any) -> None:
         """Parse a request's parameters, salt its blocks in vLLM's prefix cache, and start the lookup of its chunks."""
+        self._unfinished.add(request.request_id)
         try:
             params = self._params(request, self._bound_namespace(request))
             if params is None:
@@ -242,6 +252,8 @@ class BlendScheduler:
         if prefix_ids[: len(default)] == default:
             prefix_ids = default  # labels or turns may follow it before the first chunk
         tuning = self._calibrations.resolve_tuning(prefix_ids, rule, ratio)
+        refine_ratio = self.config.refine_ratio if params.refine_ratio is None else params.refine_ratio
+        state.params = params = replace(params, refine_ratio=refine_ratio)
         blends = params.mode == "blend"
         used = tuning.recompute_ratio if blends else float(params.mode == "full")
         report = BlendReport(params.reported_mode, tuning.rule if blends else "none", used)
@@ -323,7 +335,7 @@ class BlendScheduler:
         assert tuning is not None
         # Each parameter that changes the KV of a blend must be here, else two requests share blocks that differ.
         rule = (tuning.rule, tuning.is_auto_rule, tuning.check_layer, *sorted(params.selection.items()))
-        settings = (params.mode, rule, state.report.recompute_ratio, params.seed)
+        settings = (params.mode, rule, state.report.recompute_ratio, state.refine_ratio, params.seed)
         separate_blended_blocks(request, state.turns, settings, self._cache_config.block_size)
         state.is_separated = True
 
@@ -478,6 +490,31 @@ class BlendScheduler:
                 report.match_s = before.match_s
                 state.report, state.is_filled = report, True
                 self._note_result(state)
+                state.is_refinable = bool(state.turns and state.refine_ratio)
+
+    def next_refinement(self, scheduled: Mapping[str, int]) -> RefineJob | None:
+        """Return the refinement to run before this step; None if there is none.
+
+        Only a request that is alone in vLLM is refined, so that no other request waits. `scheduled`: tokens of each
+        request in this step. A step of more than one token, by drafts, may use a plan of MLA that a refinement changes.
+        """
+        if len(self._unfinished) != 1:
+            return None
+        state = self.requests.get(next(iter(self._unfinished)))
+        if state is None or not state.is_refinable or scheduled.get(state.request.request_id) != 1:
+            return None
+        blocks = self.kv_cache_manager.get_blocks(state.request.request_id).blocks[0]
+        first = state.turns[-1].fused_start // self._cache_config.block_size
+        job = refine_job(state.request, state.refine_ratio, blocks, first)
+        state.is_refinable = job is None
+        return job
+
+    def take_refined(self, refined: Mapping[str, Refined]) -> None:
+        """Record the workers' refinements, by request id."""
+        for request_id, each in refined.items():
+            self.metrics.add(refined_tokens=each.num_tokens)
+            if (state := self.requests.get(request_id)) is not None:
+                each.write_to(state.report)
 
     def _note_result(self, state: _RequestState) -> None:
         """Write the number of reused tokens into vLLM's request, and hide its blocks if they differ from the plan."""
@@ -497,6 +534,7 @@ class BlendScheduler:
     def on_request_finished(self, request_id: str) -> dict[str, Any] | None:
         """Remove a request. Return the `kv_transfer_params` of its response; None for a request left to vLLM."""
         self._filling.discard(request_id)
+        self._unfinished.discard(request_id)
         state = self.requests.pop(request_id, None)
         if state is None or not state.is_ours:
             return None

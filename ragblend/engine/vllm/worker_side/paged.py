@@ -146,16 +146,54 @@ class PagedKV:
         shapes = [(tensor.shape[0], tensor.shape[2]) for tensor in like]
         if layer not in self._kept:
             return LayerKV(*(self._nothing.new_empty(rows.stop - rows.start, *shape) for shape in shapes))
-        if self._resident_layer is None or self._resident_layer[0] != layer:
-            # All layers use the same buffer, which the processor's cache contains already.
-            kept = self._resident_layer[1] if self._resident_layer is not None else None
-            kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
-            self._resident_layer, self.fully_resident_layer = (layer, kept), None
-            if self._num_resident:
-                in_blocks = self._layers.read(layer, self.blocks[: -(-self._num_resident // self._layers.block_size)])
-                for target, tensor in zip(kept, in_blocks, strict=True):
-                    target[: self._num_resident] = tensor[: self._num_resident]
-        return LayerKV(*(tensor[rows] for tensor in self._resident_layer[1]))
+        resident = self._make_resident(layer, shapes)
+        return LayerKV(*(tensor[rows] for tensor in resident))
+
+    def _make_resident(self, layer: int, shapes: Sequence[Sequence[int]] = ()) -> LayerKV:
+        """Return the tensors of the resident layer, which becomes `layer`; rows in blocks are copied.
+
+        `shapes`: (H, D) of keys and of values, for the first layer; those in the blocks if not given.
+        """
+        if self._resident_layer is not None and self._resident_layer[0] == layer:
+            return self._resident_layer[1]
+        in_blocks = self._read_blocks(layer) if self._num_resident else ()
+        # All layers use the same buffer, which the processor's cache contains already.
+        kept = self._resident_layer[1] if self._resident_layer is not None else None
+        shapes = shapes or [tensor.shape[1:] for tensor in in_blocks]
+        kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
+        self._resident_layer, self.fully_resident_layer = (layer, kept), None
+        for target, tensor in zip(kept, in_blocks, strict=False):
+            target[: self._num_resident] = tensor[: self._num_resident]
+        return kept
+
+    def _read_blocks(self, layer: int) -> LayerKV:
+        """Return the keys and values [R, H, D] in the blocks of the first `num_resident` rows."""
+        return self._layers.read(layer, self.blocks[: -(-self._num_resident // self._layers.block_size)])
+
+    def read_layer(self, layer: int) -> None:
+        """Make `layer` the resident layer, with the rows that have valid KV in blocks, if `layer` is in `kept`."""
+        if layer in self._kept:
+            self._make_resident(layer)
+            self.fully_resident_layer = layer
+
+    def read_rows(self, layer: int, rows: Tensor) -> LayerKV:
+        """Return the rotated keys and values [R, H, D] at `rows` [R], which are among the first `num_resident`."""
+        resident = self._resident_layer
+        kv = resident[1] if resident is not None and resident[0] == layer else self._read_blocks(layer)
+        return LayerKV(kv.keys[rows], kv.values[rows])
+
+    def add_drift(self, layer: int, rows: slice, drift: LayerKV, shares: Tensor) -> None:
+        """Add `shares` [R, M] @ `drift` [H, M, D] to the KV of the resident layer, in its blocks as well.
+
+        The drift of keys is a change before the rotation.
+        """
+        target = LayerKV(*(tensor[rows] for tensor in self._make_resident(layer)))
+        keys, values = ((shares @ each).to(self._nothing.dtype).transpose(0, 1).contiguous() for each in drift)
+        self._layers.rotate_keys(layer, keys, self._positions[rows])
+        target.keys.add_(keys)
+        target.values.add_(values)
+        self._layers.write(layer, self._slots[rows], *target)
+        self._layers.cache.round(layer, target)
 
     def _resident_kv(self, layer: int) -> LayerKV:
         if self._resident_layer is None or self._resident_layer[0] != layer:

@@ -31,10 +31,11 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import key_from_header
 from ragblend.engine.store.format.kv import ChunkKV, KVHeader, MemoryKV, dtype_name, slice_kv_rows
-from ragblend.engine.vllm.jobs import BlendJob, BlendTurn
+from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, Refined, RefineJob
 from ragblend.engine.vllm.worker_side.layers import VllmLayers
 from ragblend.engine.vllm.worker_side.paged import PagedKV, PagedLayerLoader
 from ragblend.engine.vllm.worker_side.prefill import prefill_chunk_steps
+from ragblend.engine.vllm.worker_side.refine import Unrotation, is_stale, refine
 from ragblend.errors import DamagedEntryError, UsageError
 from ragblend.prompt.types import ChunkRun
 
@@ -96,6 +97,8 @@ class BlendWorker:
         self._jobs: list[_ActiveJob] = []  # in the order of arrival
         self._pass: list[_ActiveJob] = []  # jobs that share the current pass
         self._storing: list[tuple[BlendJob, BlendReport, Future[None]]] = []
+        self._fused: dict[str, FusePlan] = {}  # the last turn of requests to refine, by request id
+        self._unrotation = Unrotation(layers)
         self._readers: list[Event] = []  # each is set once a reader has ended
         self._prefixes = PrefixKVCache[MemoryKV](lambda kv: kv.nbytes, _PREFIXES_BYTES)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ragblend-store")
@@ -116,6 +119,7 @@ class BlendWorker:
         vLLM then computes the prompts of all these jobs.
         """
         self._prefixes.clear()
+        self._fused.clear()
         dropped = [running.job for running in self._jobs]
         for running in self._jobs:
             self._drop(running)
@@ -123,6 +127,7 @@ class BlendWorker:
 
     def cancel(self, request_id: str) -> list[JobResult]:
         """Drop a request's job, so that its blocks are not written any more. Return [its result]; [] without a job."""
+        self._fused.pop(request_id, None)
         for running in self._jobs:
             if running.job.request_id == request_id:
                 self._drop(running)
@@ -141,6 +146,25 @@ class BlendWorker:
         with self.layers.without_adapters():
             self._run_jobs(finished, self._slice, is_idle)
         return finished
+
+    @torch.inference_mode()
+    def refine(self, job: RefineJob) -> Refined | None:
+        """Refine a request whose prompt was fused here. Return None if nothing is left to refine.
+
+        The request's KV must have no other user. If an error stops the refinement, the answer is decoded from the KV
+        as it is: every row of it is valid.
+        """
+        fused = self._fused.pop(job.request_id, None)
+        if fused is None:
+            return None
+        try:
+            with self.layers.without_adapters():
+                return refine(self.layers, self._unrotation, fused, job, self._slice)
+        except Exception as error:
+            log.warning(
+                "the answer of request %s is not refined, because an error stopped it", job.request_id, exc_info=error
+            )
+            return None
 
     def _run_jobs(self, finished: list[JobResult], budget: int, is_idle: bool) -> None:
         """Run jobs for at most `budget` token-layers, and append the results of those that end to `finished`."""
@@ -262,6 +286,13 @@ class BlendWorker:
         plan, result = merge_fusions(fused)
         if job.params.mode == "blend":
             report.rule = plan.rule.name
+            last, turn = fused[-1][0], job.turns[-1]
+            if (
+                (job.params.refine_ratio or 0.0) > last.recompute_ratio
+                and turn.end == len(job.token_ids)
+                and is_stale(last)
+            ):
+                self._fused[job.request_id] = replace(last, num_resident=turn.fused_start, num_exact=None)
         record_fusion(report, job.runs, plan, result, num_known)
         return report, None
 
