@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from ragblend.engine.store.format.kv import ChunkKV, KVHeader, KVSpec
+from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.options import ContextPolicy, KvDtype
 
 T = TypeVar("T")
@@ -61,6 +62,7 @@ class KVStore(ABC):
     """How `put` stores KV: "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`)."""
 
     def __init__(self) -> None:
+        self.read_speed = ReadSpeed()
         self._counters = StoreCounters()
         self._counters_lock = threading.Lock()
 
@@ -234,6 +236,13 @@ class KVStore(ABC):
         return True
 
 
+class ByteRange(NamedTuple):
+    """Some bytes of a value, and the size of the whole value in bytes."""
+
+    data: bytes
+    size: int
+
+
 CONTAINS_BATCH = 200
 """Largest number of names in one `ByteStore.contains_many` call."""
 
@@ -250,7 +259,10 @@ class ByteStore(Protocol):
     def url(self) -> str: ...  # without the password
     @property
     def max_value_bytes(self) -> int: ...
+    @property
+    def min_range_bytes(self) -> int: ...  # from which the time of a range is that of its bytes, not of the request
     def get(self, name: str) -> bytes | None: ...
+    def get_range(self, name: str, start: int, end: int) -> ByteRange | None: ...  # [start, end), if it has so many
     def put(self, name: str, data: bytes) -> None: ...
     def contains(self, name: str) -> bool: ...
     def contains_many(self, names: Sequence[str]) -> list[bool]: ...  # at most CONTAINS_BATCH, about one round trip
