@@ -21,7 +21,7 @@ from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.report import BlendReport, Generation
-from ragblend.engine.tuning.calibration import RuleFit
+from ragblend.engine.tuning.calibration import RequestTuning, RuleFit
 from ragblend.option_keywords import GenerationKeywords
 from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.render import Renderer
@@ -68,6 +68,7 @@ class EngineRequest:
     conversation: Conversation | None = None
     fit: RuleFit | None = None  # calibration of the rule for the prompt's prefix
     adapts_ratio: bool = False  # no ratio was requested: `ratio` is the least, raised where recompute costs no time
+    no_probe: RequestTuning | None = None  # rule "auto": the tuning of the rule without a query probe
     grammar: CompiledGrammar | None = None
 
 

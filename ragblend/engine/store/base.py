@@ -86,6 +86,11 @@ class KVStore(ABC):
         return next(iter(self.find_tiers(kind)), None)
 
     @property
+    def read_speeds(self) -> Mapping[str, ReadSpeed]:
+        """The measured speeds of the slower tiers of a store, "disk" and "remote"; none for a single tier."""
+        return {}
+
+    @property
     def folder(self) -> Path | None:
         """The folder of the tier on disk; None if there is none."""
         folders = (tier.folder for tier in self.tiers if tier is not self)
@@ -126,6 +131,10 @@ class KVStore(ABC):
         `fetched` is the result of `fetch_from_remote` for the same request.
         """
         return self.get(key, token_ids)
+
+    def is_local(self, key: str) -> bool:
+        """Return True if a tier of this machine has the entry, or has it queued for writing."""
+        return not self.is_remote and self.contains(key)
 
     @abstractmethod
     def contains(self, key: str) -> bool:

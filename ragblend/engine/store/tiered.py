@@ -431,8 +431,19 @@ class TieredStore(KVStore):
 
 def is_readable(kv: ChunkKV) -> bool:
     """Return False for an entry of a remote tier of which layers are missing and will not arrive any more."""
+    fetch = _fetch_of(kv)
+    return fetch is None or fetch.is_readable
+
+
+def read_ahead(kv: ChunkKV) -> None:
+    """Let the layers of an entry of a remote tier arrive in the background. Nothing happens for other entries."""
+    if (fetch := _fetch_of(kv)) is not None:
+        fetch.read_ahead()
+
+
+def _fetch_of(kv: ChunkKV) -> RemoteFetch | None:
     source = kv.source if isinstance(kv, KVView) else kv
-    return source.is_readable if isinstance(source, RemoteFetch) else True
+    return source if isinstance(source, RemoteFetch) else None
 
 
 class _PromotingKV(KVView):

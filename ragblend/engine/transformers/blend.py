@@ -7,10 +7,10 @@ computes the rest. Depends on the model's layers, the store and reports, not on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,16 +28,35 @@ from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.tiered import read_ahead
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
-from ragblend.errors import DamagedEntryError
+from ragblend.engine.tuning.calibration import RequestTuning
+from ragblend.engine.tuning.loading_controller import (
+    LoadableChunk,
+    MachineProfile,
+    ReuseDecision,
+    RuleChoice,
+    decide_reuse,
+    tier_speeds,
+)
+from ragblend.errors import DamagedEntryError, LateEntryError
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, Variant, common_prefix_length
 
 log = logging.getLogger(__name__)
 
-StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
-"""A store's `get`, as one request calls it."""
+
+class _Fetched(NamedTuple):
+    """Entries of remote tiers by key, which may still be arriving, and why others were not fetched.
+
+    `fallback_reason`: why full prefill is faster than to fetch; "" if it is not. `decision`: that of the loading
+    controller if it left chunks out, else "".
+    """
+
+    entries: Mapping[str, ChunkKV] = {}
+    decision: str = ""
+    fallback_reason: str = ""
 
 
 class BlendingEngine(LocalEngine):
@@ -71,44 +90,59 @@ class BlendingEngine(LocalEngine):
         return self.loop.call(self.prepare_prefill(request))
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
-        """Fetch the prompt's chunks from remote tiers. Return a function that prefills the prompt on the loop's thread.
+        """Start to fetch the prompt's chunks from remote tiers. Return a function that prefills the prompt on the
+        loop's thread.
 
-        A request waits for remote tiers only here, on its caller's thread, while the loop computes for other requests.
+        A request waits here, on its caller's thread, for the headers of its chunks. Their layers arrive while the loop
+        computes for other requests, and for this one.
         """
-        store_get: StoreGet = self.store.get
-        if self.store.has_remote_tiers and request.mode != "full":
-            keys = [each.key for run in request.prompt.runs for each in self._variants(request, run)]
-            store_get = partial(self.store.get_local, fetched=self.store.fetch_from_remote(keys))
-        return partial(self._prefill, request, store_get)
+        fetches = self.store.has_remote_tiers and request.mode != "full"
+        return partial(self._prefill, request, self._fetch(request) if fetches else _Fetched())
 
     @torch.inference_mode()
-    def _prefill(self, request: EngineRequest, store_get: StoreGet) -> PrefillResult:
-        """Prefill a request. If an entry is damaged, start again with its chunk as a miss."""
-        damaged: set[str] = set()
+    def _prefill(self, request: EngineRequest, fetched: _Fetched) -> PrefillResult:
+        """Prefill a request. If an entry is damaged or late, start again with its chunk as a miss."""
+        unusable: set[str] = set()
+        num_damaged = 0
         while True:
             try:
                 if request.mode == "full":
                     prefilled = self._full_prefill(request)
+                elif fetched.fallback_reason:
+                    prefilled = self._fall_back(request, fetched.fallback_reason)
                 else:
-                    prefilled = self._blend(request, damaged, store_get)
+                    prefilled = self._blend(request, unusable, fetched)
             except DamagedEntryError as error:
                 log.warning("%s; answering without it", error)
-                damaged.add(error.key)  # the store has quarantined its file already
+                unusable.add(error.key)  # the store has quarantined its file already
+                num_damaged += not isinstance(error, LateEntryError)
                 continue
-            prefilled.report.num_damaged_entries = len(damaged)
+            prefilled.report.num_damaged_entries = num_damaged
             return prefilled
 
-    def _blend(self, request: EngineRequest, damaged: set[str], store_get: StoreGet) -> PrefillResult:
+    def _blend(self, request: EngineRequest, unusable: set[str], fetched: _Fetched) -> PrefillResult:
         """Return the prefill of a request that reuses KV: full reuse, prefix reuse or blend."""
         start_s = perf_counter()
         capacity = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
         num_resident, num_known, num_exact = self._copy_resident_rows(request, fused)
         prefix_s = perf_counter() - start_s
-        placements = self._lookup(request, num_resident, damaged, store_get)
-        ratio, fallback_reason = self._choose_ratio(request, num_resident, placements)
-        if fallback_reason:
-            return self._fall_back(request, fallback_reason)
+        stored = placements = self._lookup(request, num_resident, unusable, fetched.entries)
+        rule, ratio, fit, described = request.rule, request.ratio, request.fit, ""
+        decision = self._decide(
+            request,
+            num_resident,
+            [self._loadable(each, fetched.entries) for each in stored],
+            waits_for_first_byte=False,
+        )
+        if decision is not None:
+            if decision.fallback_reason:
+                self.store.prefetch(list(fetched.entries))  # for later requests
+                return self._fall_back(request, decision.fallback_reason)
+            ratio, described = decision.ratio, fetched.decision or decision.describe(len(stored))
+            placements = tuple(stored[at] for at in decision.used)
+            if request.no_probe is not None and decision.rule == request.no_probe.rule:
+                rule, fit = request.no_probe.rule, request.no_probe.fit
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,
@@ -118,24 +152,23 @@ class BlendingEngine(LocalEngine):
             num_exact=num_exact,
         )
         if request.mode == "blend":
-            fitted = request.fit.rule_and_layer if request.fit is not None else None
-            plan = plan.with_rule(request.rule, ratio, self.layers, fitted)
+            plan = plan.with_rule(rule, ratio, self.layers, fit.rule_and_layer if fit is not None else None)
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
+        blends = request.mode == "blend"
+        report = BlendReport(request.mode, plan.rule.name if blends else "none", ratio if blends else 0.0)
+        report.decision = described
         # A rule without a probe, which "auto" takes for a long question, is not the one that was measured.
-        if (fit := request.fit) is not None and (
-            request.mode == "reuse" or (request.mode == "blend" and plan.rule.name == fit.rule)
-        ):
-            fit.predict(report, ratio)
+        if fit is not None and (request.mode == "reuse" or (request.mode == "blend" and plan.rule.name == fit.rule)):
+            fit.predict(report, report.recompute_ratio)
         runs = request.prompt.runs
         record_fusion(report, runs, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
-        wanted, placed_ends = runs if request.mode != "prefix" else (), {each.end for each in placements}
-        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
+        wanted, stored_ends = runs if request.mode != "prefix" else (), {each.end for each in stored}
+        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in stored_ends)
         refine_ratio = request.options.refine_ratio
         return PrefillResult(
             fused,
@@ -209,14 +242,17 @@ class BlendingEngine(LocalEngine):
         return count, num_known, count
 
     def _lookup(
-        self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
+        self, request: EngineRequest, num_resident: int, unusable: set[str], fetched: Mapping[str, ChunkKV]
     ) -> tuple[Placement, ...]:
         """Return the prompt's stored runs with their KV, each in the best variant of its chunk that is stored."""
+        store_get = self.store.get
+        if self.store.has_remote_tiers:
+            store_get = partial(self.store.get_local, fetched=fetched)
         placements = []
         for run in request.prompt.runs:
             if run.end > num_resident:
                 rest = run if run.start >= num_resident else run.within(num_resident, run.end)
-                intact = (each for each in self._variants(request, rest) if each.key not in damaged)
+                intact = (each for each in self._variants(request, rest) if each.key not in unusable)
                 stored = find_stored(rest, intact, store_get)
                 if stored is not None and (request.mode != "prefix" or stored[1].header.is_lossless):
                     placements.append(Placement.of_run(*stored))
@@ -231,31 +267,73 @@ class BlendingEngine(LocalEngine):
             if request.mode != "prefix" or variant.exact:
                 yield variant
 
-    # -- decide
+    # -- fetch and decide
 
-    def _choose_ratio(
-        self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]
-    ) -> tuple[float, str]:
-        """Return the ratio, and the reason for full prefill if that is faster, else "".
+    def _fetch(self, request: EngineRequest) -> _Fetched:
+        """Fetch those of the prompt's chunks that this machine does not have, as far as they are worth the wait.
 
-        A ratio that was not requested is raised as far as recompute takes no longer than loading.
+        The layers of the variants that the request will use arrive in the background. So do chunks that are not worth
+        the wait, for later requests.
         """
-        if request.mode != "blend":
-            return 0.0, ""
-        if not request.adapts_ratio or not placements or self.machine is None:
-            return request.ratio, ""
-        rule = find_rule(request.rule if request.fit is None else request.fit.rule, self.layers.num_layers)
-        # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
-        to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
-        decision = decide_reuse(
-            self.machine,
-            request.ratio,
-            request.prompt.num_tokens,
-            num_resident + sum(each.kv.header.num_tokens for each in placements),
-            {"disk": to_load},
-            rule.probes_before_selection,
-        )
-        return decision.ratio, decision.fallback_reason
+        memory = self.store.find_tier(MemoryStore)
+        missing: list[list[str]] = []  # of each run: the variants that are better than the best one on this machine
+        chunks: list[LoadableChunk] = []
+        for run in request.prompt.runs:
+            tier, better = "remote", list[str]()
+            for variant in self._variants(request, run):
+                if self.store.is_local(variant.key):
+                    tier = "memory" if memory is not None and memory.contains(variant.key) else "disk"
+                    break
+                better.append(variant.key)
+            missing.append(better)
+            nbytes = run.num_tokens * self.shape.bytes_per_token(self.store.kv_dtype)
+            chunks.append(LoadableChunk(tier, run.num_tokens, nbytes))
+        used: Sequence[int] = range(len(chunks))
+        decision = None
+        if any(chunk.tier == "remote" for chunk in chunks):
+            decision = self._decide(request, request.prompt.num_prefix, chunks)
+        if decision is not None:
+            used = decision.used
+        entries = self.store.fetch_from_remote([key for at in used for key in missing[at]])
+        for at in used:
+            if (best := next((key for key in missing[at] if key in entries), None)) is not None:
+                read_ahead(entries[best])
+        later = [key for at, keys in enumerate(missing) if at not in used for key in keys]
+        if later:
+            self.store.prefetch(later)
+        if decision is None or len(used) == len(chunks):
+            return _Fetched(entries)
+        return _Fetched(entries, decision.describe(len(chunks)), decision.fallback_reason)
+
+    @staticmethod
+    def _loadable(placement: Placement, fetched: Mapping[str, ChunkKV]) -> LoadableChunk:
+        """Return a placed chunk as the loading controller sees it."""
+        key = placement.variant.key if placement.variant is not None else ""
+        tier = "memory" if is_in_memory(placement.kv) else "remote" if key in fetched else "disk"
+        return LoadableChunk(tier, placement.kv.header.num_tokens, placement.kv.nbytes)
+
+    def _decide(
+        self,
+        request: EngineRequest,
+        num_resident: int,
+        chunks: Sequence[LoadableChunk],
+        *,
+        waits_for_first_byte: bool = True,
+    ) -> ReuseDecision | None:
+        """Return the loading controller's decision; None for a request with a ratio, and without a machine profile."""
+        if request.mode != "blend" or not request.adapts_ratio or not chunks or self.machine is None:
+            return None
+        speeds = tier_speeds(self.machine, self.store.read_speeds)
+        if not waits_for_first_byte:
+            speeds = {name: speed._replace(latency_s=0.0) for name, speed in speeds.items()}
+        tunings = [RequestTuning(request.rule, request.ratio, request.fit, is_auto_ratio=True)]
+        if request.no_probe is not None:
+            tunings.append(request.no_probe)
+        rules = []
+        for tuning in tunings:
+            rule = find_rule(tuning.rule if tuning.fit is None else tuning.fit.rule, self.layers.num_layers)
+            rules.append(RuleChoice(rule.name, tuning.ratio, rule.probes_before_selection))
+        return decide_reuse(self.machine, rules, request.prompt.num_tokens, num_resident, chunks, speeds)
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""

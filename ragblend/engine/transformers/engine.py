@@ -23,6 +23,7 @@ from ragblend.engine.fusion.prefill import (
     prefill_chunks,
     prefill_missing,
 )
+from ragblend.engine.fusion.rules import NO_PROBE_RULE
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
     CancelCheck,
@@ -244,9 +245,9 @@ class TransformersEngine(BlendingEngine):
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stop_strings)
         matched = self.match(prompt)
-        choice = self.calibrations.resolve_request_tuning(
-            matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
-        )
+        tuning_of = partial(self.calibrations.resolve_request_tuning, matched.prefix_ids)
+        choice = tuning_of(generation_options.rule, generation_options.recompute_ratio)
+        adapts_ratio = generation_options.mode == "blend" and choice.is_auto_ratio
         self._check_length(matched.num_tokens + 1, "prompt")
         return EngineRequest(
             matched,
@@ -256,7 +257,8 @@ class TransformersEngine(BlendingEngine):
             generation_options,
             conversation,
             choice.fit,
-            adapts_ratio=generation_options.mode == "blend" and choice.is_auto_ratio,
+            adapts_ratio=adapts_ratio,
+            no_probe=tuning_of(NO_PROBE_RULE, None) if adapts_ratio and generation_options.rule == "auto" else None,
             grammar=self._grammars.compile(generation_options.structured_outputs)
             if generation_options.structured_outputs is not None
             else None,

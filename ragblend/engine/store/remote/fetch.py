@@ -8,7 +8,7 @@ Works on a ByteStore and the format; does not depend on threads that fetch, on o
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from time import monotonic
 
@@ -26,13 +26,22 @@ START_BYTES = 1 << 16
 class RemoteFetch:
     """An entry of a remote tier while it arrives, and afterwards. A ChunkKV once `wait_for_header` returned True.
 
-    The tier calls `read_next` until `is_over`, in one thread at a time. Any thread may read. `stored_layer` waits until
-    the layer has arrived, at the latest until `until_s` on the monotonic clock. It then raises LateEntryError, and
-    DamagedEntryError for a damaged layer.
+    The tier calls `read_next` while `continues`, in one thread at a time: first for the header, and for the layers once
+    an engine wants them (`read_ahead`). `resume` is called if the tier has to go on. Any thread may read.
+    `stored_layer` waits until the layer has arrived, at the latest until `until_s` on the monotonic clock. It then
+    raises LateEntryError, and DamagedEntryError for a damaged layer.
     """
 
-    def __init__(self, key: str, requirements: ReadRequirements, timeout_s: float) -> None:
+    def __init__(
+        self,
+        key: str,
+        requirements: ReadRequirements,
+        timeout_s: float,
+        resume: Callable[[RemoteFetch], object] = lambda fetch: None,
+    ) -> None:
         self.key = key
+        self._resume = resume
+        self._is_wanted = self.is_paused = False
         self.started_s = monotonic()
         self.until_s = self.started_s + timeout_s
         self.is_over = False
@@ -71,8 +80,16 @@ class RemoteFetch:
         self._wait(lambda: self._chunk is not None, until_s)
         return self.is_readable
 
+    def read_ahead(self) -> None:
+        """Let the layers arrive in the background."""
+        with self._changed:
+            self._is_wanted, resumes, self.is_paused = True, self.is_paused, False
+        if resumes:
+            self._resume(self)
+
     def wait_until_over(self, until_s: float) -> bool:
         """Wait until no more of the entry arrives. Return False if it still does at `until_s`."""
+        self.read_ahead()
         return self._wait(lambda: self.is_over, until_s)
 
     def layer(self, index: int) -> LayerKV:
@@ -81,6 +98,7 @@ class RemoteFetch:
 
     def stored_layer(self, index: int) -> StoredLayer:
         """Return one layer as it is stored. Waits until it has arrived."""
+        self.read_ahead()
         self._wait(lambda: index in self._layers, self.until_s)
         if index in self._layers:
             return self._layers[index]
@@ -88,12 +106,18 @@ class RemoteFetch:
             raise DamagedEntryError(self.key, f"layer {index} did not arrive intact")
         raise LateEntryError(self.key, f"layer {index} did not arrive within {self._timeout_s:g} s")
 
-    def _wait(self, has_come: object, until_s: float) -> bool:
-        assert callable(has_come)
+    def _wait(self, has_come: Callable[[], bool], until_s: float) -> bool:
         with self._changed:
             return bool(self._changed.wait_for(lambda: has_come() or self.is_over, max(0.0, until_s - monotonic())))
 
     # -- fetching, for the tier
+
+    @property
+    def continues(self) -> bool:
+        """True if `read_next` has more to read now. Once False, `resume` is called when that changes."""
+        with self._changed:
+            self.is_paused = not self.is_over and not self._is_wanted and self._chunk is not None
+            return not self.is_over and not self.is_paused
 
     def read_next(self, values: ByteStore, speed: ReadSpeed) -> None:
         """Read and verify the next range of the value. Raises UnreadableEntryError, and the errors of `values`."""

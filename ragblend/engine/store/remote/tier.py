@@ -146,7 +146,8 @@ class RemoteStore(KVStore):
         """Fetch `keys` in parallel. Return, by key, the entries whose header arrived in time. Each key counts as a
         `get`.
 
-        An entry of which layers are still to arrive is returned as a RemoteFetch, whose reads wait for them. until_s:
+        An entry of which layers are still to arrive is returned as a RemoteFetch. They arrive from the first read on,
+        or from `read_ahead` on. until_s:
         the deadline, in seconds of the monotonic clock; None: `timeout_s` seconds from now.
         """
         until_s = monotonic() + self.timeout_s if until_s is None else until_s
@@ -176,7 +177,8 @@ class RemoteStore(KVStore):
             if (known := self._flights.get(key)) is not None:
                 return known
             if self.breaker.is_closed:
-                self._flights[key] = fetch = RemoteFetch(key, self._requirements, self.timeout_s)
+                fetch = RemoteFetch(key, self._requirements, self.timeout_s, self._continue)
+                self._flights[key] = fetch
                 self._pool().submit(self._fetch_next, fetch)
                 return fetch
         self._probe_when_due()
@@ -185,7 +187,7 @@ class RemoteStore(KVStore):
     def _expire_results(self, now_s: float) -> None:
         """Drop results older than RESULT_TTL_S. Fetches are in order of start: the first recent one ends the loop."""
         old = takewhile(lambda each: now_s - each[1].started_s > RESULT_TTL_S, self._flights.items())
-        for key in [key for key, fetch in old if fetch.is_over]:
+        for key in [key for key, fetch in old if fetch.is_over or fetch.is_paused]:
             del self._flights[key]
 
     def _give_up(self, fetch: RemoteFetch) -> None:
@@ -223,12 +225,15 @@ class RemoteStore(KVStore):
             fetch.stop()
             return
         self.breaker.record_success()
-        if not fetch.is_over:
-            with self._lock:
-                if self._executor is not None:
-                    self._executor.submit(self._fetch_next, fetch)
-                else:  # by `close`
-                    fetch.stop()
+        if fetch.continues:
+            self._continue(fetch)
+
+    def _continue(self, fetch: RemoteFetch) -> None:
+        with self._lock:
+            if self._executor is not None:
+                self._executor.submit(self._fetch_next, fetch)
+                return
+        fetch.stop()  # `close` has ended the threads
 
     def _is_late(self, fetch: RemoteFetch) -> bool:
         return monotonic() > fetch.until_s

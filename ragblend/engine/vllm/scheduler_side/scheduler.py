@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ragblend.engine.fusion.rules import find_rule
+from ragblend.engine.fusion.rules import NO_PROBE_RULE, find_rule
 from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.disk import DiskStore
@@ -23,6 +23,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
+from ragblend.engine.tuning.loading_controller import LoadableChunk, ReuseDecision
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.jobs import BlendJob, BlendTurn
@@ -37,7 +38,7 @@ from ragblend.engine.vllm.params import (
 from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetcher
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, machine_facts_of
 from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, LookupResult
-from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
+from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns, with_runs
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S
 from ragblend.errors import RagblendError, UsageError
@@ -68,6 +69,7 @@ class _RequestState:
     pending_fetch: PendingFetch | None = None  # from the remote tier; a second lookup follows it
     waited_s: float = 0.0  # for the fetch
     choice: RequestTuning | None = None  # rule and ratio, resolved by the calibration; None before the lookup
+    no_probe: RequestTuning | None = None  # rule "auto": those of the rule without a query probe
     adapts_ratio: bool = False  # the loading controller still has to choose the ratio, or full prefill
     is_new: bool = True  # the scheduler has not waited for its lookup yet
     is_ours: bool = True  # it has parameters, or its prompt has runs of chunks
@@ -111,7 +113,7 @@ class BlendScheduler:
         self._calibrations = CalibrationCache(root, self.fingerprint, num_layers, key)
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
-        self.loading = LoadingController(machine)
+        self.loading = LoadingController(machine, self.store)
         self._filling: set[str] = set()  # requests whose context the workers fill
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, self._load_renderer(model))
         self._cache_config = vllm_config.cache_config
@@ -236,6 +238,8 @@ class BlendScheduler:
             report.charged_budget = report.charged_budget_32 = 1.0
         state.report, state.choice = report, choice
         state.adapts_ratio = blends and choice.is_auto_ratio and self.loading.machine is not None
+        if state.adapts_ratio and rule == "auto":
+            state.no_probe = self._calibrations.resolve_request_tuning(prefix_ids, NO_PROBE_RULE, None)
 
     def _start_lookup(self, request: Any, state: _RequestState, *, asks_remote: bool) -> None:
         ids, params = request.prompt_token_ids, state.params
@@ -258,11 +262,45 @@ class BlendScheduler:
             if state.runs is None:
                 self._take_runs(request, state, result)
             if result.missing and self._fetch is not None:
-                state.pending_fetch = self._fetch.start(result.missing)
-                return False
+                return self._start_fetch(request, state, result, self._fetch)
             if result.runs:
                 self._plan_fill(request, state, result)
         return True
+
+    def _start_fetch(self, request: Any, state: _RequestState, found: LookupResult, fetch: RemoteFetcher) -> bool:
+        """Fetch the variants that may be in the remote tier, and wait for those that are worth it.
+
+        Return True if the request is left to vLLM, because full prefill is faster.
+        """
+        used: Sequence[int] = range(len(found.runs))
+        if state.adapts_ratio:
+            chunks = self.loading.fetchable_chunks(found.runs, found.missing)
+            decision = self._decide(request, found.runs, state, chunks)
+            used = decision.used
+            if len(used) < len(chunks):
+                state.report.decision = decision.describe(len(chunks))
+            if decision.fallback_reason:
+                self._refuse(state, decision.fallback_reason)
+        later = [key for at, each in enumerate(found.missing) if at not in used for key in each.keys]
+        if later:
+            fetch.start(later)  # for later requests
+        if state.report.refused_reason:
+            return True
+        state.pending_fetch = fetch.start([key for at in used for key in found.missing[at].keys])
+        return False
+
+    def _decide(
+        self, request: Any, runs: Sequence[ChunkRun], state: _RequestState, chunks: Sequence[LoadableChunk]
+    ) -> ReuseDecision:
+        """Return the loading controller's decision on a request."""
+        tunings = [each for each in (state.choice, state.no_probe) if each is not None]
+        return self.loading.decide(tunings, len(request.prompt_token_ids), runs[0].start, chunks)
+
+    def _refuse(self, state: _RequestState, reason: str) -> None:
+        """Leave a request to vLLM, because full prefill is faster."""
+        state.report = _as_prefill(state.report, reason)
+        state.turns, state.end, state.adapts_ratio = (), 0, False
+        self.metrics.add(refused_requests=1)
 
     def _take_runs(self, request: Any, state: _RequestState, result: LookupResult) -> None:
         """Record the runs in a request's prompt. Without runs or parameters, the request is left to vLLM."""
@@ -326,22 +364,27 @@ class BlendScheduler:
         state.is_filled = True
         self.metrics.add(reused_tokens=num_cached)
 
-    def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
-        """Set the ratio that the loading controller chooses, or leave the request to vLLM if full prefill is faster."""
-        assert state.choice is not None
+    def _adapt(self, request: Any, state: _RequestState) -> None:
+        """Set rule, ratio and chunks that the loading controller chooses, or leave the request to vLLM."""
         assert state.runs
-        num_tokens, num_prefix = len(request.prompt_token_ids), state.runs[0].start
-        probes_first = find_rule(state.choice.rule).probes_before_selection
-        decision = self.loading.decide(state.choice.ratio, num_tokens, num_prefix, state.stored, probes_first)
-        state.adapts_ratio = False
+        stored = state.stored
+        decision = self._decide(request, state.runs, state, self.loading.stored_chunks(stored))
         if decision.fallback_reason:
-            state.report = _as_prefill(state.report, decision.fallback_reason)
-            state.turns, state.end = (), 0
-            self.metrics.add(refused_requests=1)
+            self._refuse(state, decision.fallback_reason)
             return
-        state.report.recompute_ratio = decision.ratio
+        state.adapts_ratio = False
+        state.report.decision = state.report.decision or decision.describe(len(stored))
+        if state.no_probe is not None and decision.rule == state.no_probe.rule:
+            state.choice, state.params = state.no_probe, replace(state.params, rule=decision.rule)
+        assert state.choice is not None
+        state.report.rule, state.report.recompute_ratio = decision.rule, decision.ratio
         if state.choice.fit is not None:
             state.choice.fit.predict(state.report, decision.ratio)
+        unused = {stored[at].start for at in range(len(stored)) if at not in decision.used}
+        # vLLM computes them as it computes chunks that are not stored.
+        state.runs = tuple(replace(run, variant=None) if run.start in unused else run for run in state.runs)
+        state.turns = with_runs(state.turns, state.runs)
+        state.end = state.turns[-1].fused_end
         self._separate(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -357,7 +400,7 @@ class BlendScheduler:
         if not self._is_plan_ready(request, state):
             return None, False
         if state.end and state.adapts_ratio:
-            self._adapt_ratio(request, state)
+            self._adapt(request, state)
         if state.is_separated != was_separated and (num_computed_tokens or self._num_cached(request)):
             return None, False  # vLLM found blocks by the previous hashes, and looks again at the next step
         if not state.end:
@@ -453,7 +496,7 @@ class BlendScheduler:
                 before = state.report
                 if report.rule == before.rule:  # the workers may take a rule without a probe, which was not measured
                     report.predicted_agreement, report.predicted_kl = before.predicted_agreement, before.predicted_kl
-                report.match_s = before.match_s
+                report.match_s, report.decision = before.match_s, before.decision
                 state.report, state.is_filled = report, True
                 self._note_result(state)
 
