@@ -57,7 +57,8 @@ def measure_briefly(engine: TransformersEngine, seconds: float = MEASURE_S) -> M
         for prompt in prompts:
             left_s = seconds - (perf_counter() - start_s)
             expected_s = _GROWTH * max(full_s.values(), default=0.0)
-            if prompt.num_tokens >= engine.context_length or expected_s * (1 + _NUM_REST) > left_s:
+            is_too_slow = longest is not None and expected_s * (1 + _NUM_REST) > left_s
+            if prompt.num_tokens >= engine.context_length or is_too_slow:
                 break
             if longest is None:
                 time_prefill(subject, prompt, "full", "auto", 1.0)  # warm-up

@@ -104,7 +104,8 @@ class RemoteFetch:
             return self._layers[index]
         if self.is_damaged:
             raise DamagedEntryError(self.key, f"layer {index} did not arrive intact")
-        raise LateEntryError(self.key, f"layer {index} did not arrive within {self._timeout_s:g} s")
+        reason = f"layer {index} did not arrive: it was deleted, or takes longer than {self._timeout_s:g} s"
+        raise LateEntryError(self.key, reason)
 
     def _wait(self, has_come: Callable[[], bool], until_s: float) -> bool:
         with self._changed:
