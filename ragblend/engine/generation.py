@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.tuning.calibration import RequestTuning, RuleFit
+from ragblend.engine.tuning.loading_controller import RuleChoice
 from ragblend.option_keywords import GenerationKeywords
 from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.render import Renderer
@@ -70,6 +72,14 @@ class EngineRequest:
     adapts_ratio: bool = False  # no ratio was requested: `ratio` is the least, raised where recompute costs no time
     no_probe: RequestTuning | None = None  # rule "auto": the tuning of the rule without a query probe
     grammar: CompiledGrammar | None = None
+
+    def rule_choices(self, num_layers: int) -> list[RuleChoice]:
+        """Return the rules by which the loading controller may blend the prompt, the preferred one first."""
+        tunings = [(self.rule if self.fit is None else self.fit.rule, self.ratio)]
+        if self.no_probe is not None:
+            tunings.append((self.no_probe.rule, self.no_probe.ratio))
+        rules = ((find_rule(name, num_layers), ratio) for name, ratio in tunings)
+        return [RuleChoice(rule.name, ratio, rule.probes_before_selection) for rule, ratio in rules]
 
 
 Refinement = Generator[None, None, Tensor]

@@ -7,8 +7,10 @@ computes the rest. Depends on the model's layers, the store and reports, not on 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,7 +22,6 @@ from ragblend.engine.fusion.fuse import LayerCall, fuse, fuse_steps
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
 from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT
-from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult, Refinement
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.matching import PrefixKVCache, find_stored, find_variants
@@ -29,14 +30,14 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory
 from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.read_speed import READS_KEPT
 from ragblend.engine.store.tiered import read_ahead
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.engine.tuning.loading_controller import (
+    LEAST_READS,
     LoadableChunk,
     MachineProfile,
     ReuseDecision,
-    RuleChoice,
     decide_reuse,
     tier_speeds,
 )
@@ -82,6 +83,7 @@ class BlendingEngine(LocalEngine):
         store.set_expected_spec(self.fingerprint, self.shape)
         self.machine = machine  # if given, requests without a ratio follow `loading_controller.decide_reuse`
         self.timelines: list[Timeline] | None = None  # if a list, every fused request appends its layers' times
+        self._paces = deque[float](maxlen=READS_KEPT)  # of requests: seconds of computing, over those of `machine`
         self._has_warned_fallback = False
         self._prefixes = PrefixKVCache[FusedKV]()
 
@@ -167,6 +169,8 @@ class BlendingEngine(LocalEngine):
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
+        if decision is not None:
+            self._paces.append(report.fuse_s / decision.compute_s * self._pace)
         wanted, stored_ends = runs if request.mode != "prefix" else (), {each.end for each in stored}
         misses = tuple(run for run in wanted if run.end > num_resident and run.end not in stored_ends)
         refine_ratio = request.options.refine_ratio
@@ -326,14 +330,14 @@ class BlendingEngine(LocalEngine):
         speeds = tier_speeds(self.machine, self.store.read_speeds)
         if not waits_for_first_byte:
             speeds = {name: speed._replace(latency_s=0.0) for name, speed in speeds.items()}
-        tunings = [RequestTuning(request.rule, request.ratio, request.fit, is_auto_ratio=True)]
-        if request.no_probe is not None:
-            tunings.append(request.no_probe)
-        rules = []
-        for tuning in tunings:
-            rule = find_rule(tuning.rule if tuning.fit is None else tuning.fit.rule, self.layers.num_layers)
-            rules.append(RuleChoice(rule.name, tuning.ratio, rule.probes_before_selection))
-        return decide_reuse(self.machine, rules, request.prompt.num_tokens, num_resident, chunks, speeds)
+        rules = request.rule_choices(self.layers.num_layers)
+        machine = self.machine.at_pace(self._pace)
+        return decide_reuse(machine, rules, request.prompt.num_tokens, num_resident, chunks, speeds)
+
+    @property
+    def _pace(self) -> float:
+        """How many times as long as `machine` says earlier requests computed: the median, 1 before there are some."""
+        return median(self._paces) if len(self._paces) >= LEAST_READS else 1.0
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
@@ -375,6 +379,8 @@ class BlendingEngine(LocalEngine):
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         num_tokens = request.prompt.num_tokens
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s)
+        if self.machine is not None:
+            self._paces.append(report.fuse_s / self.machine.full_prefill_s(num_tokens))
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in request.prompt.runs]
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
@@ -90,6 +90,10 @@ class MachineProfile:
     def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
         """Return T_load: the seconds to read the KV of `num_tokens` tokens at `bytes_per_s`."""
         return num_tokens * self.bytes_per_token / bytes_per_s
+
+    def at_pace(self, factor: float) -> MachineProfile:
+        """Return the profile of a machine that computes `factor` times as long, for example beside other processes."""
+        return replace(self, prefill_s=tuple((tokens, factor * seconds) for tokens, seconds in self.prefill_s))
 
     @property
     def overlaps(self) -> bool:
@@ -300,7 +304,7 @@ def decide_reuse(
     """Decide which stored chunks of a prompt are loaded, by which rule and at which ratio, or choose full prefill.
 
     The prompt has `num_tokens` tokens. The KV of the first `num_resident` is in memory. Loading from a tier without a
-    speed counts as 0 s. Of each tier as many chunks are used as make the prompt fastest.
+    speed counts as 0 s. All chunks are used, unless the prompt is clearly faster if some of a slow tier are computed.
 
     `rules`: the first is the preferred one. Another is chosen where the preferred one would wait for loading, because
     of its query probe, and the other is faster. The ratio of a rule without a probe is the largest whose recompute
@@ -332,7 +336,7 @@ def _fastest(
     shares = profile.shares if rule.probes_before_selection else profile.no_probe_shares
     full_s = profile.full_prefill_s(num_tokens)
 
-    def decide_for(used: Sequence[int], raises_ratio: bool) -> ReuseDecision:
+    def decide_for(used: Sequence[int], raises_ratio: bool, /) -> ReuseDecision:
         first_s = before_s = load_s = 0.0  # until the first byte; of reads that nothing overlaps; of other reads
         for chunk in (chunks[at] for at in used if chunks[at].tier in speeds):
             speed = speeds[chunk.tier]
@@ -352,13 +356,15 @@ def _fastest(
         total_s = waited_s + profile.blend_s(load_s, compute_s, rule.probes_before_selection)
         return ReuseDecision(rule.name, ratio, tuple(used), waited_s + load_s, compute_s, total_s, full_s)
 
-    options = (decide_for(used, raises_ratio=False) for used in _sets_to_compare(chunks, speeds) if used or not chunks)
-    best = min(options, key=lambda each: (each.total_s, -len(each.used)))
-    return decide_for(best.used, raises_ratio=True)
+    *some, everything = (decide_for(used, False) for used in _sets_to_compare(chunks, speeds) if used or not chunks)
+    best = min(some, key=lambda each: each.total_s, default=everything)
+    # Predictions are not exact, so a slight gain is no reason to compute what is stored.
+    used = best.used if everything.total_s > (1 + SLIGHT) * best.total_s else everything.used
+    return decide_for(used, True)
 
 
 def _sets_to_compare(chunks: Sequence[LoadableChunk], speeds: Mapping[str, TierSpeed]) -> Iterator[tuple[int, ...]]:
-    """Yield the sets of chunks of which the fastest is loaded, as ascending indices.
+    """Yield the sets of chunks of which the fastest is loaded, as ascending indices; the set of all chunks last.
 
     Chunks of tiers without a speed, such as memory, are in all of them. Of every other tier, the chunks with the fewest
     bytes per token come first: each number of them, or NUM_COUNTS numbers if the tier has more.

@@ -190,15 +190,16 @@ def test_the_decision_is_as_fast_as_the_best_of_all_choices(profile, prompt, pai
     best_s = {rule.name: min(predicted_s(profile, rule, num_tokens, some, by) for some in sets) for rule in rules}
     full_s = profile.full_prefill_s(num_tokens)
     if found.fallback_reason:
-        assert full_s <= best_s["asks"] * SLACK
+        assert full_s <= best_s["asks"] * (1 + SLIGHT) * SLACK
         assert (found.ratio, found.used) == (1.0, ())
         return
     assert found.total_s <= full_s * SLACK
-    assert found.total_s <= best_s[found.rule] * (1 + 1e-6)
+    near = (1 + SLIGHT) * (1 + 1e-6)
+    assert found.total_s <= best_s[found.rule] * near
     if found.rule == "checks":
-        assert best_s["checks"] <= best_s["asks"] * SLACK
+        assert best_s["checks"] <= best_s["asks"] * near
     else:
-        assert best_s["asks"] <= max(best_s["checks"], found.compute_s * (1 + SLIGHT)) * (1 + 1e-6)
+        assert best_s["asks"] <= max(best_s["checks"] * near, found.compute_s * near)
         assert found.ratio == pytest.approx(max(pair[0], largest_hidden_ratio(pair[0], 0.0, 1.0, profile.shares)))
 
 
