@@ -5,12 +5,14 @@ Each can be killed (SIGKILL) and started again at the same address.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -134,3 +136,57 @@ class Redis:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+class SlowLine:
+    """A TCP line in front of a loopback port, as a process: `bytes_per_s` for all replies together, `latency_s` each.
+
+    A reply is delayed by the latency once, and then sent at the speed that its connections share.
+    """
+
+    def __init__(self, target_port: int, bytes_per_s: float, latency_s: float = 0.0) -> None:
+        self.port = free_port()
+        arguments = (self.port, target_port, bytes_per_s, latency_s)
+        self._process = multiprocessing.get_context("spawn").Process(target=_run_line, args=arguments, daemon=True)
+
+    def __enter__(self) -> SlowLine:
+        self._process.start()
+        end_s = time.monotonic() + STOP_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return self
+            except OSError:
+                if time.monotonic() > end_s:
+                    raise BackendUnreachableError(f"the line did not open within {STOP_S:g} s") from None
+                time.sleep(0.01)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _run_line(port: int, target_port: int, bytes_per_s: float, latency_s: float) -> None:
+    lock, busy_until_s = threading.Lock(), 0.0
+
+    def wait_for_line(num_bytes: int) -> None:
+        nonlocal busy_until_s
+        with lock:
+            busy_until_s = max(time.monotonic(), busy_until_s) + num_bytes / bytes_per_s
+            until_s = busy_until_s
+        time.sleep(max(0.0, until_s - time.monotonic()))
+
+    def forward(source: socket.socket, target: socket.socket, is_reply: bool) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                wait_for_line(len(data)) if is_reply else time.sleep(latency_s)
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", port)) as server:
+        while True:
+            client, _ = server.accept()
+            with suppress(OSError):
+                upstream = socket.create_connection(("127.0.0.1", target_port))
+                for source, target, is_reply in ((client, upstream, False), (upstream, client, True)):
+                    threading.Thread(target=forward, args=(source, target, is_reply), daemon=True).start()

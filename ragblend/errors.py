@@ -42,6 +42,15 @@ class DamagedEntryError(CorruptError):
         self.reason = reason
 
 
+class LateEntryError(DamagedEntryError):
+    """An entry of which the rest did not arrive from a remote tier in time. Callers treat `key` as a miss."""
+
+    def __init__(self, key: str, reason: str) -> None:
+        RagblendError.__init__(self, f"stored KV {key} is not used ({reason})")
+        self.key = key
+        self.reason = reason
+
+
 class BacklogFullError(RagblendError):
     """A namespace has as many documents that wait to be stored as it may have. The same request succeeds later."""
 

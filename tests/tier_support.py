@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragblend.engine.store.base import ByteRange
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import DTYPES, ChunkKV, KVHeader, LayerKV, MemoryKV
 from ragblend.engine.store.remote.breaker import CircuitBreaker
@@ -117,7 +118,7 @@ def flip(path: Path, position: int, by: int = 1) -> None:
 class DictValues:
     """ByteStore in a dict that records its calls. If `is_down`, every call raises BackendUnreachableError."""
 
-    url, max_value_bytes = "dict://", 1 << 30
+    url, max_value_bytes, min_range_bytes = "dict://", 1 << 30, 1
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
@@ -133,6 +134,10 @@ class DictValues:
     def get(self, name: str) -> bytes | None:
         self._ask("get")
         return self.data.get(name)
+
+    def get_range(self, name: str, start: int, end: int) -> ByteRange | None:
+        data = self.get(name)
+        return None if data is None else ByteRange(data[start:end], len(data))
 
     def put(self, name: str, data: bytes) -> None:
         self._ask("put")

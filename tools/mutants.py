@@ -64,7 +64,7 @@ drift-sign                      fusion     apply_correction
     LayerKV(A - B, C - D)  ->  LayerKV(B - A, D - C)
 key-without-namespace           store      chunk_key
     namespace.encode()  ->  b""
-layer-checksum-skipped          store      _read_layer
+layer-checksum-skipped          store      read_layer
     _checksum(A, B) != C  ->  False
 token-ids-not-compared          store      DiskStore.get
     not A.header.has_ids(B)  ->  False

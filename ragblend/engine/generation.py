@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ragblend.engine.decoding import AnswerText, Sampler
 from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.report import BlendReport, Generation
 from ragblend.engine.tuning.calibration import RequestTuning
+from ragblend.engine.tuning.loading_controller import RuleChoice
 from ragblend.option_keywords import GenerationKeywords
 from ragblend.options import GenerationOptions, Mode
 from ragblend.prompt.render import Renderer
@@ -65,7 +67,16 @@ class EngineRequest:
     tuning: RequestTuning
     options: GenerationOptions
     conversation: Conversation | None = None
+    no_probe: RequestTuning | None = None  # rule "auto": the tuning of the rule without a query probe
     grammar: CompiledGrammar | None = None
+
+    def rule_choices(self, num_layers: int) -> list[RuleChoice]:
+        """Return the rules by which the loading controller may blend the prompt, the preferred one first."""
+        tunings = [self.tuning] if self.no_probe is None else [self.tuning, self.no_probe]
+        return [
+            RuleChoice(each.rule, each.recompute_ratio, find_rule(each.rule, num_layers).probes_before_selection)
+            for each in tunings
+        ]
 
 
 Refinement = Generator[None, None, Tensor]
@@ -136,7 +147,6 @@ class RunningAnswer:
         self._request = request
         self._on_end = on_end
         self.prefill: Callable[[], PrefillResult] | None = None  # set once its KV in remote tiers is fetched
-        self.fetch_s = 0.0  # seconds of that fetch
         self.cancel_check: CancelCheck | None = None
         self.is_cancelled = False
         self.is_streamed = False  # True if its texts are read one by one
@@ -146,7 +156,8 @@ class RunningAnswer:
         self.step: DecodeStep | None = None  # the step that it waits for, once it is prefilled
         self._refine: Callable[[], Refinement] | None = None  # starts a refinement after the tokens so far
         self._refinement: Refinement | None = None  # the one that runs
-        self.start_s = 0.0  # `perf_counter` seconds at which its prefill began
+        self.called_s = 0.0  # `perf_counter` seconds at which it was started
+        self.start_s = 0.0  # the same at which its prefill began
         self.since_s = 0.0  # `perf_counter` seconds since which it has waited for `step`
         self.waited_s = 0.0  # seconds of waiting for other answers
         report = BlendReport(request.mode, request.tuning.rule, request.tuning.recompute_ratio)
@@ -250,7 +261,7 @@ class RunningAnswer:
         token = sampler.sample(prefilled.logits if guide is None else guide.mask_logits(prefilled.logits))
         result.report = report = prefilled.report
         report.match_s = request.prompt.match_s
-        report.ttft_s = perf_counter() - self.start_s + report.match_s + self.fetch_s
+        report.ttft_s = perf_counter() - self.called_s + report.match_s
         report.prompt_tokens = request.prompt.num_tokens
         text = AnswerText(engine.renderer, request.options.stop_strings)
         ends = engine.stop_ids
@@ -373,9 +384,8 @@ def start_streams(streams: Sequence[GenerationStream], cancel_check: CancelCheck
     for stream in fresh:
         stream._engine.check_not_forked()
         stream._answer.cancel_check = cancel_check
-        start_s = perf_counter()
+        stream._answer.called_s = perf_counter()
         stream._answer.prefill = stream._engine.prepare_prefill(stream.request)  # the loop does not wait for this
-        stream._answer.fetch_s = perf_counter() - start_s
     for stream in fresh:
         stream._is_started = True
     if fresh:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from ragblend.config import Settings
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import open_store
-from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
+from ragblend.errors import RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.option_fields import default_of
 from ragblend.option_keywords import LoadKeywords
@@ -253,8 +253,9 @@ def _load_transformers(
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.layers import TransformersLayers
     from ragblend.engine.transformers.loaded_model import adopt_loaded_model
+    from ragblend.engine.transformers.measure import measure_briefly
     from ragblend.engine.transformers.model import load_model
-    from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
+    from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, write_profile
     from ragblend.prompt.render import Renderer
 
     if store is None or isinstance(store, Path):
@@ -278,7 +279,7 @@ def _load_transformers(
             store, loaded.fingerprint, {"model": loaded.name, **shape.as_facts()}, settings.new_model, settings.catalog
         )
         machine = read_machine_profile(store, loaded.fingerprint, machine_facts(layers.device))
-    return TransformersEngine(
+    engine = TransformersEngine(
         layers,
         Renderer(loaded.tokenizer),
         kv_store,
@@ -288,6 +289,12 @@ def _load_transformers(
         machine=machine,
         **shared,
     )
+    if machine is None and isinstance(store, Path) and kv_store.has_remote_tiers:
+        engine.machine = measure_briefly(engine)
+        if engine.machine is not None:
+            with suppress(RagblendError):  # a store that cannot be written is still read
+                write_profile(store, engine.machine)
+    return engine
 
 
 def _load_client(

@@ -39,7 +39,8 @@ class ChunkReport:
 class BlendReport:
     """Report of one request. Durations in seconds.
 
-    `ttft_s` = match + fetch from remote tiers + lookup + load + fuse + first token.
+    `ttft_s` counts from the call: match + waiting for other prompts + first answer of remote tiers + lookup + load +
+    fuse + first token.
     """
 
     mode: Mode
@@ -75,6 +76,7 @@ class BlendReport:
     predicted_agreement: float | None = None  # chance that the first token is full prefill's; None if not calibrated
     predicted_kl: float | None = None  # expected KL(full || this) of the first token, in nats; None if not calibrated
     num_damaged_entries: int = 0
+    decision: str = ""  # rule, ratio and chunks that the loading controller chose, and its predicted seconds
     refused_reason: str = ""  # reason for full prefill although chunks are stored: it was faster, or reuse failed
     failed: bool = False  # reuse failed with an error, which is `refused_reason`
     shadow: ShadowReport | None = None  # shadow comparison, set once it has run; None if the request was not sampled

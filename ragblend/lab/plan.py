@@ -16,6 +16,7 @@ from typing import Any
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.store.format.sizes import parse_bytes
 from ragblend.engine.tuning.loading_controller import (
+    SLIGHT,
     MachineProfile,
     check_speed,
     largest_hidden_ratio,
@@ -85,10 +86,6 @@ class PromptSpec:
     def num_tokens(self) -> int:
         """Tokens of one prompt."""
         return self.num_chunk_tokens + self.question_tokens
-
-
-SLIGHT = 0.1
-"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
 
 
 ProfileAt = Callable[[int], MachineProfile]

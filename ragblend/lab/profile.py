@@ -6,7 +6,6 @@ either engine. The chunks are random token ids and are deleted afterwards. Read 
 
 from __future__ import annotations
 
-import random
 import secrets
 import statistics
 import tempfile
@@ -17,11 +16,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from ragblend.config import Settings
-from ragblend.engine.fusion.rules import DEFAULT_RATIO
-from ragblend.engine.generation import EngineRequest
+from ragblend.engine.fusion.rules import DEFAULT_RATIO, NO_PROBE_RULE
 from ragblend.engine.load import find_store_model, load_engine
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
@@ -29,7 +25,7 @@ from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.tuning.calibration import RequestTuning
+from ragblend.engine.transformers.measure import QUESTION_TOKENS, random_prompts, time_prefill
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import drop_page_cache, machine_facts
 from ragblend.engine.vllm.base_engine import VllmRequest
@@ -41,13 +37,9 @@ from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.lab.engines import with_own_store
 from ragblend.option_fields import copy_option
 from ragblend.options import GenerationOptions, Mode
-from ragblend.prompt.types import ChunkRun, MatchedPrompt
-
-Ids = tuple[int, ...]
+from ragblend.prompt.types import MatchedPrompt
 
 RATIOS = (0.0, DEFAULT_RATIO, 0.5, 1.0)
-QUESTION_TOKENS = 32
-
 _REMOTE_TIMEOUT_S = 60.0
 _PREFIX_TOKENS = 1024  # context length reserved for the system text
 
@@ -93,7 +85,8 @@ def measure_machine(
     else:
         vocab_size, hardware = engine.layers.config.vocab_size, machine_facts(engine.layers.device)
         num_layers = engine.layers.num_layers
-    chunks, prompts = _make_prompts(effort, int(vocab_size), engine.default_prefix_ids)
+    prefix = engine.default_prefix_ids
+    chunks, prompts = random_prompts(effort.chunk_counts, effort.chunk_tokens, int(vocab_size), prefix)
     longest = prompts[-1]
     if longest.num_tokens >= engine.context_length:
         raise UsageError(
@@ -107,7 +100,7 @@ def measure_machine(
                 on_progress("precompute", number, len(chunks))
                 subject.known_chunks.add([f"chunk {number}"], lambda _, chunk=chunk: chunk)  # type: ignore[misc]
                 subject.precompute_ids(chunk)
-            full_s, blend_s = _measure_times(subject, prompts, effort, on_progress)
+            full_s, blend_s, no_probe_s = _measure_times(subject, prompts, effort, on_progress)
             stored = [load_into_memory(kv) for key in keys if (kv := subject.store.get(key)) is not None]
         finally:
             for key in keys:
@@ -125,22 +118,8 @@ def measure_machine(
         prefill_s=tuple(full_s.items()),
         shares=tuple((ratio, seconds / full_s[longest.num_tokens]) for ratio, seconds in blend_s.items()),
         bytes_per_s=speeds,
+        no_probe_shares=tuple((ratio, seconds / full_s[longest.num_tokens]) for ratio, seconds in no_probe_s.items()),
     )
-
-
-def _make_prompts(effort: ProfileConfig, vocab_size: int, prefix: Ids) -> tuple[list[Ids], list[MatchedPrompt]]:
-    """Return random chunks, and prompts of the first of them by `effort.chunk_counts`; the last prompt has all."""
-    draw = random.Random(0)
-    chunks = [_ids(draw, effort.chunk_tokens, vocab_size) for _ in range(effort.num_chunks)]
-    question = _ids(draw, QUESTION_TOKENS, vocab_size)
-    prompts = []
-    for count in effort.chunk_counts:
-        ids, runs = [*prefix], list[ChunkRun]()
-        for chunk in chunks[:count]:
-            runs.append(ChunkRun(chunk, 0, len(ids), len(ids) + len(chunk)))
-            ids += chunk
-        prompts.append(MatchedPrompt([*ids, *question], tuple(runs), prefix))
-    return chunks, prompts
 
 
 def _measure_times(
@@ -148,19 +127,26 @@ def _measure_times(
     prompts: Sequence[MatchedPrompt],
     effort: ProfileConfig,
     on_progress: Progress,
-) -> tuple[dict[float, float], dict[float, float]]:
-    """Return median seconds of full prefill by prompt tokens, and of blending the last, longest prompt by ratio."""
-    longest = prompts[-1]
+) -> tuple[dict[float, float], dict[float, float], dict[float, float]]:
+    """Return median seconds of full prefill by prompt tokens, and of blending the longest prompt by ratio: by the rule
+    of `effort`, and by NO_PROBE_RULE."""
+    longest, rules = prompts[-1], (effort.rule, NO_PROBE_RULE)
     _measure_prefill_s(engine, longest, "full", effort.rule, 1.0)  # warm-up
-    _measure_prefill_s(engine, longest, "blend", effort.rule, DEFAULT_RATIO)
-    full, blend = [], []
+    for rule in rules:
+        _measure_prefill_s(engine, longest, "blend", rule, DEFAULT_RATIO)
+    full: list[list[float]] = []
+    blend: dict[str, list[list[float]]] = {rule: [] for rule in rules}
     for number in range(effort.repeats):
         on_progress("time prefill", number, effort.repeats)
         full.append([_measure_prefill_s(engine, prompt, "full", effort.rule, 1.0) for prompt in prompts])
-        blend.append([_measure_prefill_s(engine, longest, "blend", effort.rule, ratio) for ratio in effort.ratios])
-    full_s, blend_s = (map(statistics.median, zip(*taken, strict=True)) for taken in (full, blend))
+        for rule, taken in blend.items():
+            taken.append([_measure_prefill_s(engine, longest, "blend", rule, ratio) for ratio in effort.ratios])
+    full_s, *blend_s = (
+        map(statistics.median, zip(*taken, strict=True)) for taken in (full, *(blend[rule] for rule in rules))
+    )
     lengths = (prompt.num_tokens for prompt in prompts)
-    return dict(zip(lengths, full_s, strict=True)), dict(zip(effort.ratios, blend_s, strict=True))
+    by_ratio = [dict(zip(effort.ratios, seconds, strict=True)) for seconds in blend_s]
+    return dict(zip(lengths, full_s, strict=True)), by_ratio[0], by_ratio[1]
 
 
 def _with_own_store(engine: TransformersEngine) -> TransformersEngine:
@@ -172,13 +158,9 @@ def _measure_prefill_s(
     engine: TransformersEngine | VllmEngine, prompt: MatchedPrompt, mode: Mode, rule: str, ratio: float
 ) -> float:
     """Return the seconds until the prompt's first logits; in vLLM, until its first token is sampled."""
-    options = GenerationOptions(mode, rule, ratio, max_tokens=1)
     if isinstance(engine, TransformersEngine):
-        start_s = perf_counter()
-        prefilled = engine.prefill(EngineRequest(prompt, mode, RequestTuning(rule, ratio), options))
-        if prefilled.logits.device.type == "cuda":
-            torch.cuda.synchronize(prefilled.logits.device)
-        return perf_counter() - start_s
+        return time_prefill(engine, prompt, mode, rule, ratio)
+    options = GenerationOptions(mode, rule, ratio, max_tokens=1)
     request = VllmRequest(prompt.token_ids, BlendParams.from_options(options, engine.namespace), options)
     num_hits = 0
     engine.reset_prefix_cache()  # it keeps what a blend of this prompt left
@@ -272,7 +254,3 @@ def measure_read_speed(tier: KVStore, keys: Sequence[str]) -> float:
         for kv in entries:
             kv.layer(layer)
     return sum(kv.nbytes for kv in entries) / (perf_counter() - start_s)
-
-
-def _ids(draw: random.Random, count: int, vocabulary: int) -> Ids:
-    return tuple(draw.randrange(vocabulary) for _ in range(count))

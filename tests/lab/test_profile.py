@@ -31,6 +31,7 @@ from tests.tier_support import DictValues, make_kv
 EFFORT = ProfileConfig(num_chunks=3, chunk_tokens=40, repeats=1, ratios=(0.0, 0.5, 1.0))
 CHUNKS = ("the theory of the other chunk " * 8, "another chunk: that is the question " * 8)
 PROMPT = Prompt(CHUNKS, "what is that?")
+ONE = Prompt((" ".join(CHUNKS),), "what is that?")
 
 
 def profile(fingerprint: str = "tiny-llama", disk: float = 1e9, **changes: Any) -> MachineProfile:
@@ -45,7 +46,7 @@ def on_disk(tiny_engine, tmp_path):
 
     def build(disk: float) -> Any:
         engine = tiny_engine(store=TieredStore(MemoryStore(1 << 26), DiskStore(tmp_path / "kv", fsync=False)))
-        for chunk in CHUNKS:
+        for chunk in (*CHUNKS, *ONE.chunks):
             engine.precompute(chunk)
         for key in engine.store.keys():  # noqa: SIM118
             engine.store.tiers[0].delete(key)
@@ -109,37 +110,37 @@ def test_a_store_that_takes_no_profile_is_an_error(tmp_path):
 def test_the_ratio_rises_to_what_hides_behind_loading(on_disk):
     """Prefill takes 1 ms per token, loading 0.8 ms per chunk token; fresh tokens are computed during loading anyway."""
     engine = on_disk(1536 * 1000 / 0.8)
-    found = engine.prefill(engine.request(PROMPT, rule="cacheblend")).report
+    found = engine.prefill(engine.request(ONE, rule="cacheblend")).report
     num_chunk = sum(chunk.num_tokens for chunk in found.chunks)
     num_stored = num_chunk + found.num_prefix_tokens
-    num_fresh = len(engine.renderer.render(PROMPT)) - num_stored
+    num_fresh = len(engine.renderer.render(ONE)) - num_stored
     behind = 1 - 1 / engine.layers.num_layers  # layer 1's loading hides nothing
     expected = (0.8 * behind * num_chunk - num_fresh) / num_stored
     assert found.recompute_ratio == pytest.approx(expected)
     assert expected > 0.2
     assert found.refused_reason == ""
-    explicit = engine.prefill(engine.request(PROMPT, rule="cacheblend", recompute_ratio=0.15)).report
+    explicit = engine.prefill(engine.request(ONE, rule="cacheblend", recompute_ratio=0.15)).report
     assert explicit.recompute_ratio == 0.15
-    from_memory = engine.prefill(engine.request(PROMPT, rule="cacheblend")).report
+    from_memory = engine.prefill(engine.request(ONE, rule="cacheblend")).report
     assert from_memory.recompute_ratio == 0.15
 
 
 def test_full_prefill_replaces_slower_reuse_and_one_warning_reports_it(on_disk, caplog):
     engine = on_disk(1536 * 1000 / 2)  # loading takes twice as long as prefill
     with caplog.at_level(logging.WARNING):
-        found = [engine.prefill(engine.request(PROMPT)) for _ in range(2)]
-        full = engine.prefill(engine.request(PROMPT, mode="full"))
+        found = [engine.prefill(engine.request(ONE)) for _ in range(2)]
+        full = engine.prefill(engine.request(ONE, mode="full"))
     for prefilled in found:
         assert prefilled.report.mode == "full"
         assert "full prefill of" in prefilled.report.refused_reason
         assert torch.equal(prefilled.logits, full.logits)
     assert caplog.text.count("stored KV is not used") == 1
     assert full.report.refused_reason == ""
-    assert engine.generate(PROMPT, max_tokens=2).report.as_dict()["refused_reason"]
-    asked = engine.prefill(engine.request(PROMPT, recompute_ratio=0.15)).report
+    assert engine.generate(ONE, max_tokens=2).report.as_dict()["refused_reason"]
+    asked = engine.prefill(engine.request(ONE, recompute_ratio=0.15)).report
     assert (asked.mode, asked.refused_reason) == ("blend", "")
-    reuse = engine.prefill(engine.request(PROMPT, mode="reuse")).report
-    assert (reuse.mode, [chunk.hit for chunk in reuse.chunks]) == ("reuse", [True, True])
+    reuse = engine.prefill(engine.request(ONE, mode="reuse")).report
+    assert (reuse.mode, [chunk.hit for chunk in reuse.chunks]) == ("reuse", [True])
 
 
 def test_the_page_cache_of_files_can_be_dropped(tmp_path):
@@ -159,7 +160,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capsys):
     assert run_command("profile", *sizes, "--repeats", "1", *place, "--json") == 0
     file.write_text(capsys.readouterr().out)
     measured = json.loads(file.read_text())
-    assert measured["profile_version"] == 1
+    assert measured["profile_version"] == 2
     storages = ("--storage", "disk::0.08", "--storage", "ram:50:3", "--storage", "tape:0.0000001:0.001")
     command = ("plan", "--profile", str(file), *sizes)
     assert run_command(*command, *storages, "--usd-per-hour", "2", "--json") == 0

@@ -9,11 +9,11 @@ MOST_LINES, MOST_FILES = 420, 14
 LONGER_FILES = {  # each entry needs a review
     "engine/store/format/chunk_file.py": 520,
     "engine/store/disk.py": 480,
-    "engine/store/remote/tier.py": 490,
-    "engine/store/tiered.py": 490,
+    "engine/store/remote/tier.py": 500,
+    "engine/store/tiered.py": 500,
     "engine/vllm/client.py": 675,
     "engine/vllm/worker_side/layers.py": 490,
-    "engine/vllm/scheduler_side/scheduler.py": 580,
+    "engine/vllm/scheduler_side/scheduler.py": 605,
     "engine/vllm/worker_side/worker.py": 520,
     "index.py": 560,
     "server/documents.py": 481,
@@ -21,6 +21,7 @@ LONGER_FILES = {  # each entry needs a review
 LARGER_FOLDERS = {
     ".": 15,  # modules that users import, and the generated types of options
     "corpus/readers": 34,  # one file per format
+    "engine/transformers": 15,
 }
 
 

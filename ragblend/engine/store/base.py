@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
 
 from ragblend.engine.store.format.kv import ChunkKV, KVHeader, KVSpec
+from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.option_fields import default_of
 from ragblend.options import ContextPolicy, KvDtype, TierOptions
 
@@ -62,6 +63,7 @@ class KVStore(ABC):
     """How `put` stores KV: "auto" as computed, "int8" or "fp8" in eight bits (see `quantize`)."""
 
     def __init__(self) -> None:
+        self.read_speed = ReadSpeed()
         self._counters = StoreCounters()
         self._counters_lock = threading.Lock()
 
@@ -83,6 +85,11 @@ class KVStore(ABC):
     def find_tier(self, kind: type[T]) -> T | None:
         """Return the fastest tier of a class, such as DiskStore; None if there is none."""
         return next(iter(self.find_tiers(kind)), None)
+
+    @property
+    def read_speeds(self) -> Mapping[str, ReadSpeed]:
+        """The measured speeds of the slower tiers of a store, "disk" and "remote"; none for a single tier."""
+        return {}
 
     @property
     def folder(self) -> Path | None:
@@ -125,6 +132,10 @@ class KVStore(ABC):
         `fetched` is the result of `fetch_from_remote` for the same request.
         """
         return self.get(key, token_ids)
+
+    def is_local(self, key: str) -> bool:
+        """Return True if a tier of this machine has the entry, or has it queued for writing."""
+        return not self.is_remote and self.contains(key)
 
     @abstractmethod
     def contains(self, key: str) -> bool:
@@ -235,6 +246,13 @@ class KVStore(ABC):
         return True
 
 
+class ByteRange(NamedTuple):
+    """Some bytes of a value, and the size of the whole value in bytes."""
+
+    data: bytes
+    size: int
+
+
 CONTAINS_BATCH = 200
 """Largest number of names in one `ByteStore.contains_many` call."""
 
@@ -251,7 +269,10 @@ class ByteStore(Protocol):
     def url(self) -> str: ...  # without the password
     @property
     def max_value_bytes(self) -> int: ...
+    @property
+    def min_range_bytes(self) -> int: ...  # from which the time of a range is that of its bytes, not of the request
     def get(self, name: str) -> bytes | None: ...
+    def get_range(self, name: str, start: int, end: int) -> ByteRange | None: ...  # [start, end), if it has so many
     def put(self, name: str, data: bytes) -> None: ...
     def contains(self, name: str) -> bool: ...
     def contains_many(self, names: Sequence[str]) -> list[bool]: ...  # at most CONTAINS_BATCH, about one round trip

@@ -31,6 +31,8 @@ from ragblend.engine.store.format.kv import (
 )
 from ragblend.engine.store.format.sizes import format_bytes, parse_bytes
 from ragblend.engine.store.memory import MemoryStore, tensor_write_counts
+from ragblend.engine.store.read_speed import ReadSpeed
+from ragblend.engine.store.remote.fetch import RemoteFetch
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tombstones import Tombstones
 from ragblend.engine.store.write_queue import WriteQueue
@@ -118,7 +120,7 @@ class TieredStore(KVStore):
     def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
         """Return the entry from `fetched` or a tier on this machine; None for a miss. See `KVStore.get_local`."""
         kv = fetched.get(key)
-        if kv is None or not kv.header.has_ids(token_ids):
+        if kv is None or not kv.header.has_ids(token_ids) or not is_readable(kv):
             kv = self._find(key, token_ids, [tier for tier in self._tiers if not tier.is_remote])
         self._count(num_hits=kv is not None, num_misses=kv is None)
         return kv
@@ -126,9 +128,9 @@ class TieredStore(KVStore):
     def fetch_from_remote(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, ChunkKV]:
         """Fetch from the remote tiers, in parallel, the entries that no local tier has. Return these entries by key.
 
-        They are promoted to the local tiers. The method returns when every entry has arrived or is known to be missing,
-        at the latest at `until_s`. until_s: the deadline, in seconds of the monotonic clock; None: now plus the largest
-        `timeout_s` of the remote tiers.
+        The method returns when the header of every entry has arrived or is known to be missing, at the latest at
+        `until_s`. Layers may still arrive; an entry is promoted to the local tiers once all were read. until_s: the
+        deadline, in seconds of the monotonic clock; None: now plus the largest `timeout_s` of the remote tiers.
         """
         if until_s is None:
             until_s = monotonic() + max((tier.timeout_s for tier in self.find_tiers(RemoteStore)), default=0.0)
@@ -141,6 +143,12 @@ class TieredStore(KVStore):
                 for key, kv in tier.fetch_from_remote(missing, until_s).items():
                     fetched[key] = self._with_promotion(kv, position, num_deletes)
         return fetched
+
+    @property
+    def read_speeds(self) -> dict[str, ReadSpeed]:
+        """The measured speeds of "disk" and "remote", the tiers from which entries are read into memory."""
+        tiers = [tier for tier in self._tiers if tier.find_tier(MemoryStore) is None]
+        return {"remote" if tier.is_remote else "disk": tier.read_speed for tier in reversed(tiers)}
 
     def is_local(self, key: str) -> bool:
         """Return True if a tier of this machine has the entry, or has it queued for writing."""
@@ -203,11 +211,18 @@ class TieredStore(KVStore):
         faster = [upper for upper in range(position) if self._tiers[upper].fits(kv)]
         if not faster:
             return kv
-        if isinstance(kv, MemoryKV):  # a remote entry arrives whole
-            if self.num_deletes == num_deletes:  # otherwise it may have been deleted since the fetch
-                self._promote(kv, faster)
+        tier = self._tiers[position]
+        is_file = not tier.is_remote and not isinstance(kv, MemoryKV)
+
+        def promote(whole: MemoryKV) -> None:
+            # An entry that was deleted while it was read must not be written again. No request is sent to learn this.
+            if tier.contains(whole.header.key) if is_file else self.num_deletes == num_deletes:
+                self._promote(whole, faster)
+
+        if isinstance(kv, MemoryKV):
+            promote(kv)
             return kv
-        promoting = _PromotingKV(kv, self._tiers[position], lambda whole: self._promote(whole, faster))
+        promoting = _PromotingKV(kv, None if tier.is_remote else tier.read_speed, promote)
         self._being_read[kv.header.key] = promoting
         return promoting
 
@@ -417,13 +432,34 @@ class TieredStore(KVStore):
         return done
 
 
-class _PromotingKV(KVView):
-    """An entry of a slower tier, read once for all its readers, and promoted once every layer was read. Thread-safe."""
+def is_readable(kv: ChunkKV) -> bool:
+    """Return False for an entry of a remote tier of which layers are missing and will not arrive any more."""
+    fetch = _fetch_of(kv)
+    return fetch is None or fetch.is_readable
 
-    def __init__(self, source: ChunkKV, tier: KVStore, promote: Callable[[MemoryKV], None]) -> None:
+
+def read_ahead(kv: ChunkKV) -> None:
+    """Let the layers of an entry of a remote tier arrive in the background. Nothing happens for other entries."""
+    if (fetch := _fetch_of(kv)) is not None:
+        fetch.read_ahead()
+
+
+def _fetch_of(kv: ChunkKV) -> RemoteFetch | None:
+    source = kv.source if isinstance(kv, KVView) else kv
+    return source if isinstance(source, RemoteFetch) else None
+
+
+class _PromotingKV(KVView):
+    """An entry of a slower tier, read once for all its readers, and promoted once every layer was read. Thread-safe.
+
+    The speed of reading the whole entry is recorded in `speed`, if given.
+    """
+
+    def __init__(self, source: ChunkKV, speed: ReadSpeed | None, promote: Callable[[MemoryKV], None]) -> None:
         super().__init__(source)
-        self._tier, self._promote = tier, promote
+        self._speed, self._promote = speed, promote
         self._read: dict[int, tuple[StoredLayer, tuple[int, ...]]] = {}  # layers, with their write counts at that time
+        self._read_s = 0.0
         self._promoted = False
         self._lock = threading.Lock()
         self.is_good = True  # False once a layer was damaged, or the entry deleted
@@ -434,16 +470,20 @@ class _PromotingKV(KVView):
             known = self._read.get(index)
             if known is not None and tensor_write_counts([known[0]]) == known[1]:
                 return known[0]
+            start_s = monotonic()
             try:
                 layer = self.source.stored_layer(index)
             except RagblendError:
                 self.is_good = False
                 raise
+            self._read_s += monotonic() - start_s
             if known is None:
                 self._read[index] = layer, tensor_write_counts([layer])
             whole = len(self._read) == self.header.num_layers and not self._promoted
             self._promoted = self._promoted or whole
         if whole:
+            if self._speed is not None:
+                self._speed.record(self.nbytes, self._read_s)
             self._promote_entry()
         return layer
 
@@ -454,6 +494,5 @@ class _PromotingKV(KVView):
     def _promote_entry(self) -> None:
         layers = [self._read[index] for index in range(self.header.num_layers)]
         written_into = any(tensor_write_counts([layer]) != counters for layer, counters in layers)
-        # An entry that another process deleted while it was being read must not be written again.
-        if self.is_good and not written_into and self._tier.contains(self.header.key):
+        if self.is_good and not written_into:
             self._promote(MemoryKV(self.header, tuple(layer for layer, _ in layers)))

@@ -7,11 +7,13 @@ computes the rest. Depends on the model's layers, the store and reports, not on 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +23,6 @@ from ragblend.engine.fusion.fuse import LayerCall, fuse, fuse_steps
 from ragblend.engine.fusion.loader import LayerLoader, Timeline
 from ragblend.engine.fusion.plan import FusedKV, FusePlan, FuseResult, Placement, record_fusion
 from ragblend.engine.fusion.prefill import COMPUTED_IN_PROMPT
-from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.generation import EngineRequest, PrefillResult, Refinement
 from ragblend.engine.loop import EngineLoop
 from ragblend.engine.matching import PrefixKVCache, find_stored, find_variants
@@ -29,16 +30,35 @@ from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.read_speed import READS_KEPT
+from ragblend.engine.store.tiered import read_ahead
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
-from ragblend.errors import DamagedEntryError
+from ragblend.engine.tuning.loading_controller import (
+    LEAST_READS,
+    LoadableChunk,
+    MachineProfile,
+    ReuseDecision,
+    decide_reuse,
+    tier_speeds,
+)
+from ragblend.errors import DamagedEntryError, LateEntryError
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, Variant, common_prefix_length
 
 log = logging.getLogger(__name__)
 
-StoreGet = Callable[[str, Sequence[int] | None], ChunkKV | None]
-"""A store's `get`, as one request calls it."""
+
+class _Fetched(NamedTuple):
+    """Entries of remote tiers by key, which may still be arriving, and why others were not fetched.
+
+    `fallback_reason`: why full prefill is faster than to fetch; "" if it is not. `decision`: that of the loading
+    controller if it left chunks out, else "".
+    """
+
+    entries: Mapping[str, ChunkKV] = {}
+    decision: str = ""
+    fallback_reason: str = ""
 
 
 class BlendingEngine(LocalEngine):
@@ -64,6 +84,7 @@ class BlendingEngine(LocalEngine):
         store.set_expected_spec(self.fingerprint, self.shape)
         self.machine = machine  # if given, requests without a ratio follow `loading_controller.decide_reuse`
         self.timelines: list[Timeline] | None = None  # if a list, every fused request appends its layers' times
+        self._paces = deque[float](maxlen=READS_KEPT)  # of requests: seconds of computing, over those of `machine`
         self._has_warned_fallback = False
         self._prefixes = PrefixKVCache[FusedKV]()
 
@@ -72,51 +93,67 @@ class BlendingEngine(LocalEngine):
         return self.loop.call(self.prepare_prefill(request))
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
-        """Fetch the prompt's chunks from remote tiers. Return a function that prefills the prompt on the loop's thread.
+        """Start to fetch the prompt's chunks from remote tiers. Return a function that prefills the prompt on the
+        loop's thread.
 
-        A request waits for remote tiers only here, on its caller's thread, while the loop computes for other requests.
+        A request waits here, on its caller's thread, for the headers of its chunks. Their layers arrive while the loop
+        computes for other requests, and for this one.
         """
-        store_get: StoreGet = self.store.get
-        if self.store.has_remote_tiers and request.mode != "full":
-            keys = [each.key for run in request.prompt.runs for each in self._variants(request, run)]
-            store_get = partial(self.store.get_local, fetched=self.store.fetch_from_remote(keys))
-        return partial(self._prefill, request, store_get)
+        fetches = self.store.has_remote_tiers and request.mode != "full"
+        return partial(self._prefill, request, self._fetch(request) if fetches else _Fetched())
 
     @torch.inference_mode()
-    def _prefill(self, request: EngineRequest, store_get: StoreGet) -> PrefillResult:
-        """Prefill a request. If an entry is damaged, start again with its chunk as a miss."""
-        damaged: set[str] = set()
+    def _prefill(self, request: EngineRequest, fetched: _Fetched) -> PrefillResult:
+        """Prefill a request. If an entry is damaged or late, start again with its chunk as a miss."""
+        unusable: set[str] = set()
+        num_damaged = 0
         while True:
             try:
                 if request.mode == "full":
                     prefilled = self._full_prefill(request)
+                elif fetched.fallback_reason:
+                    prefilled = self._fall_back(request, fetched.fallback_reason)
                 else:
-                    prefilled = self._blend(request, damaged, store_get)
+                    prefilled = self._blend(request, unusable, fetched)
             except DamagedEntryError as error:
                 log.warning("%s; answering without it", error)
-                damaged.add(error.key)  # the store has quarantined its file already
+                unusable.add(error.key)  # the store has quarantined its file already
+                num_damaged += not isinstance(error, LateEntryError)
                 continue
-            prefilled.report.num_damaged_entries = len(damaged)
+            prefilled.report.num_damaged_entries = num_damaged
             return prefilled
 
-    def _blend(self, request: EngineRequest, damaged: set[str], store_get: StoreGet) -> PrefillResult:
+    def _blend(self, request: EngineRequest, unusable: set[str], fetched: _Fetched) -> PrefillResult:
         """Return the prefill of a request that reuses KV: full reuse, prefix reuse or blend."""
         start_s, tuning = perf_counter(), request.tuning
         capacity = request.prompt.num_tokens + min(request.options.max_tokens, 256)
         fused = FusedKV.allocate(self.layers.kv_shapes, capacity, self.layers.like)
         num_resident, num_known, num_exact = self._copy_resident_rows(request, fused)
         prefix_s = perf_counter() - start_s
-        placements = self._lookup(request, num_resident, damaged, store_get)
-        ratio, fallback_reason = self._choose_ratio(request, num_resident, placements)
-        if fallback_reason:
-            return self._fall_back(request, fallback_reason)
-        runs, placed_ends = request.prompt.runs, {each.end for each in placements}
+        stored = placements = self._lookup(request, num_resident, unusable, fetched.entries)
+        runs, stored_ends = request.prompt.runs, {each.end for each in stored}
         wanted = runs if request.mode != "prefix" else ()
-        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in placed_ends)
-        if request.mode == "blend" and placements and request.options.blend_min_tokens:
-            num_stored = sum(run.num_tokens for run in runs if run.end <= num_resident or run.end in placed_ends)
+        misses = tuple(run for run in wanted if run.end > num_resident and run.end not in stored_ends)
+        if request.mode == "blend" and stored and request.options.blend_min_tokens:
+            num_stored = sum(run.num_tokens for run in runs if run.end <= num_resident or run.end in stored_ends)
             if reason := request.options.refusal(num_stored):
                 return replace(self._full_prefill(request, reason), misses=misses)
+        described = ""
+        decision = self._decide(
+            request,
+            num_resident,
+            [self._loadable(each, fetched.entries) for each in stored],
+            waits_for_first_byte=False,
+        )
+        if decision is not None:
+            if decision.fallback_reason:
+                self.store.prefetch(list(fetched.entries))  # for later requests
+                return self._fall_back(request, decision.fallback_reason)
+            described = fetched.decision or decision.describe(len(stored))
+            placements = tuple(stored[at] for at in decision.used)
+            if request.no_probe is not None and decision.rule == request.no_probe.rule:
+                tuning = request.no_probe
+            tuning = tuning._replace(recompute_ratio=decision.ratio)
         plan = FusePlan(
             self._ids(request.prompt.token_ids),
             placements,
@@ -128,7 +165,7 @@ class BlendingEngine(LocalEngine):
         if request.mode == "blend":
             plan = plan.with_rule(
                 tuning.rule,
-                ratio,
+                tuning.recompute_ratio,
                 self.layers,
                 tuning.check_layer,
                 request.options,
@@ -136,17 +173,23 @@ class BlendingEngine(LocalEngine):
             )
         looked_up_s = perf_counter()
         result, loader = self._fuse(plan, fused)
-        report = BlendReport(request.mode, plan.rule.name if request.mode == "blend" else "none", ratio)
+        blends = request.mode == "blend"
+        report = BlendReport(
+            request.mode, plan.rule.name if blends else "none", tuning.recompute_ratio if blends else 0.0
+        )
+        report.decision = described
         # A rule without a probe, which "auto" takes for a long question, is not the one that was measured.
         if (fit := tuning.fit) is not None and (
             request.mode == "reuse" or (request.mode == "blend" and plan.rule.name == fit.rule)
         ):
-            fit.predict(report, ratio)
+            fit.predict(report, report.recompute_ratio)
         record_fusion(report, runs, plan, result, num_known)
         merge_runs_by_chunk(report, request.prompt)
         report.lookup_s = looked_up_s - start_s - prefix_s
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
+        if decision is not None:
+            self._paces.append(report.fuse_s / decision.compute_s * self._pace)
         refine_ratio = request.options.refine_ratio or 0.0
         return PrefillResult(
             fused,
@@ -222,14 +265,17 @@ class BlendingEngine(LocalEngine):
         return count, num_known, count
 
     def _lookup(
-        self, request: EngineRequest, num_resident: int, damaged: set[str], store_get: StoreGet
+        self, request: EngineRequest, num_resident: int, unusable: set[str], fetched: Mapping[str, ChunkKV]
     ) -> tuple[Placement, ...]:
         """Return the prompt's stored runs with their KV, each in the best variant of its chunk that is stored."""
+        store_get = self.store.get
+        if self.store.has_remote_tiers:
+            store_get = partial(self.store.get_local, fetched=fetched)
         placements = []
         for run in request.prompt.runs:
             if run.end > num_resident:
                 rest = run if run.start >= num_resident else run.within(num_resident, run.end)
-                intact = (each for each in self._variants(request, rest) if each.key not in damaged)
+                intact = (each for each in self._variants(request, rest) if each.key not in unusable)
                 stored = find_stored(rest, intact, store_get)
                 if stored is not None and (request.mode != "prefix" or stored[1].header.is_lossless):
                     placements.append(Placement.of_run(*stored))
@@ -244,32 +290,73 @@ class BlendingEngine(LocalEngine):
             if request.mode != "prefix" or variant.exact:
                 yield variant
 
-    # -- decide
+    # -- fetch and decide
 
-    def _choose_ratio(
-        self, request: EngineRequest, num_resident: int, placements: Sequence[Placement]
-    ) -> tuple[float, str]:
-        """Return the ratio, and the reason for full prefill if that is faster, else "".
+    def _fetch(self, request: EngineRequest) -> _Fetched:
+        """Fetch those of the prompt's chunks that this machine does not have, as far as they are worth the wait.
 
-        A ratio that was not requested is raised as far as recompute takes no longer than loading.
+        The layers of the variants that the request will use arrive in the background. So do chunks that are not worth
+        the wait, for later requests.
         """
-        if request.mode != "blend":
-            return 0.0, ""
-        tuning = request.tuning
-        if not tuning.adapts_ratio or not placements or self.machine is None:
-            return tuning.recompute_ratio, ""
-        rule = find_rule(tuning.rule, self.layers.num_layers)
-        # KV that is not in memory is read from the disk: chunks of remote tiers were fetched before the lookup.
-        to_load = sum(each.kv.nbytes for each in placements if not is_in_memory(each.kv))
-        decision = decide_reuse(
-            self.machine,
-            tuning.recompute_ratio,
-            request.prompt.num_tokens,
-            num_resident + sum(each.kv.header.num_tokens for each in placements),
-            {"disk": to_load},
-            rule.probes_before_selection,
-        )
-        return decision.ratio, decision.fallback_reason
+        memory = self.store.find_tier(MemoryStore)
+        missing: list[list[str]] = []  # of each run: the variants that are better than the best one on this machine
+        chunks: list[LoadableChunk] = []
+        for run in request.prompt.runs:
+            tier, better = "remote", list[str]()
+            for variant in self._variants(request, run):
+                if self.store.is_local(variant.key):
+                    tier = "memory" if memory is not None and memory.contains(variant.key) else "disk"
+                    break
+                better.append(variant.key)
+            missing.append(better)
+            nbytes = run.num_tokens * self.shape.bytes_per_token(self.store.kv_dtype)
+            chunks.append(LoadableChunk(tier, run.num_tokens, nbytes))
+        used: Sequence[int] = range(len(chunks))
+        decision = None
+        if any(chunk.tier == "remote" for chunk in chunks):
+            decision = self._decide(request, request.prompt.num_prefix, chunks)
+        if decision is not None:
+            used = decision.used
+        entries = self.store.fetch_from_remote([key for at in used for key in missing[at]])
+        for at in used:
+            if (best := next((key for key in missing[at] if key in entries), None)) is not None:
+                read_ahead(entries[best])
+        later = [key for at, keys in enumerate(missing) if at not in used for key in keys]
+        if later:
+            self.store.prefetch(later)
+        if decision is None or len(used) == len(chunks):
+            return _Fetched(entries)
+        return _Fetched(entries, decision.describe(len(chunks)), decision.fallback_reason)
+
+    @staticmethod
+    def _loadable(placement: Placement, fetched: Mapping[str, ChunkKV]) -> LoadableChunk:
+        """Return a placed chunk as the loading controller sees it."""
+        key = placement.variant.key if placement.variant is not None else ""
+        tier = "memory" if is_in_memory(placement.kv) else "remote" if key in fetched else "disk"
+        return LoadableChunk(tier, placement.kv.header.num_tokens, placement.kv.nbytes)
+
+    def _decide(
+        self,
+        request: EngineRequest,
+        num_resident: int,
+        chunks: Sequence[LoadableChunk],
+        *,
+        waits_for_first_byte: bool = True,
+    ) -> ReuseDecision | None:
+        """Return the loading controller's decision; None for a request with a ratio, and without a machine profile."""
+        if request.mode != "blend" or not request.tuning.adapts_ratio or not chunks or self.machine is None:
+            return None
+        speeds = tier_speeds(self.machine, self.store.read_speeds)
+        if not waits_for_first_byte:
+            speeds = {name: speed._replace(latency_s=0.0) for name, speed in speeds.items()}
+        rules = request.rule_choices(self.layers.num_layers)
+        machine = self.machine.at_pace(self._pace)
+        return decide_reuse(machine, rules, request.prompt.num_tokens, num_resident, chunks, speeds)
+
+    @property
+    def _pace(self) -> float:
+        """How many times as long as `machine` says earlier requests computed: the median, 1 before there are some."""
+        return median(self._paces) if len(self._paces) >= LEAST_READS else 1.0
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
@@ -309,6 +396,8 @@ class BlendingEngine(LocalEngine):
         logits, layers = self.layers.full_prefill(self._ids(request.prompt.token_ids))
         num_tokens = request.prompt.num_tokens
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s, refused_reason=refused_reason)
+        if self.machine is not None:
+            self._paces.append(report.fuse_s / self.machine.full_prefill_s(num_tokens))
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in request.prompt.runs]
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0

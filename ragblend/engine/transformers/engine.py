@@ -23,6 +23,7 @@ from ragblend.engine.fusion.prefill import (
     prefill_chunks,
     prefill_missing,
 )
+from ragblend.engine.fusion.rules import NO_PROBE_RULE
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.generation import (
     CancelCheck,
@@ -244,9 +245,9 @@ class TransformersEngine(BlendingEngine):
         generation_options = GenerationOptions(**options)
         self._check_prompt(prompt, generation_options.stop_strings)
         matched = self.match(prompt)
-        tuning = self.calibrations.resolve_tuning(
-            matched.prefix_ids, generation_options.rule, generation_options.recompute_ratio
-        )
+        tuning_of = partial(self.calibrations.resolve_tuning, matched.prefix_ids)
+        tuning = tuning_of(generation_options.rule, generation_options.recompute_ratio)
+        adapts_rule = tuning.adapts_ratio and generation_options.mode == "blend" and generation_options.rule == "auto"
         self._check_length(matched.num_tokens + 1, "prompt")
         return EngineRequest(
             matched,
@@ -254,6 +255,7 @@ class TransformersEngine(BlendingEngine):
             tuning,
             generation_options,
             conversation,
+            no_probe=tuning_of(NO_PROBE_RULE, None) if adapts_rule else None,
             grammar=self._grammars.compile(generation_options.structured_outputs)
             if generation_options.structured_outputs is not None
             else None,

@@ -1,21 +1,22 @@
-"""Loading controller: the ratio whose recompute hides behind loading, and the fallback to a faster full prefill.
+"""Loading controller: which stored chunks of a prompt are loaded, by which rule and at which ratio they are blended.
 
-After CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes and a tier's
-throughput. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on models, stores
+After CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes and a tier's measured
+speed. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on models, stores
 or frameworks. `ragblend profile` measures a MachineProfile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
+from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.errors import UsageError
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 """Version of a stored MachineProfile; a profile of another version must be measured again."""
 
 Curve = tuple[tuple[float, float], ...]
@@ -23,6 +24,12 @@ Curve = tuple[tuple[float, float], ...]
 
 LINEAR: Curve = ((0.0, 0.0), (1.0, 1.0))
 """The paper's assumption: recomputing a share of the tokens takes that share of the full prefill's time."""
+
+SLIGHT = 0.1
+"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
+
+LEAST_READS = 3
+"""Measured reads of a tier from which their median replaces the profile's speed."""
 
 
 # -- measurements
@@ -33,8 +40,9 @@ class MachineProfile:
     """Measured prefill times of one model on one machine, and read speeds of its tiers.
 
     `prefill_s`: (tokens, seconds of full prefill). `shares`: (ratio, share), where share is the time to blend from
-    memory at that ratio, divided by the time of full prefill. `bytes_per_s`: read speed of each tier, checksums
-    included. Both curves are made monotone, because noise can make a longer prompt or a higher ratio seem faster.
+    memory at that ratio, divided by the time of full prefill. `no_probe_shares`: the same for a rule without a query
+    probe; the default is `shares`. `bytes_per_s`: read speed of each tier, checksums included. Curves are made
+    monotone, because noise can make a longer prompt or a higher ratio seem faster.
     """
 
     fingerprint: str  # of the model, dtype included
@@ -44,9 +52,12 @@ class MachineProfile:
     prefill_s: Curve
     shares: Curve = LINEAR
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
+    no_probe_shares: Curve = ()
 
     def __post_init__(self) -> None:
-        numbers = [number for point in (*self.prefill_s, *self.shares) for number in point]
+        object.__setattr__(self, "no_probe_shares", self.no_probe_shares or self.shares)
+        points = (*self.prefill_s, *self.shares, *self.no_probe_shares)
+        numbers = [number for point in points for number in point]
         if not all(map(math.isfinite, numbers)) or not self.prefill_s or min(map(min, self.prefill_s)) <= 0:
             raise UsageError(f"prefill times {self.prefill_s} must be above 0; measure again: ragblend profile")
         if self.num_layers < 1 or self.bytes_per_token < 1:
@@ -58,23 +69,31 @@ class MachineProfile:
             check_speed(name, speed)
         object.__setattr__(self, "prefill_s", make_monotone(self.prefill_s))
         object.__setattr__(self, "shares", make_monotone(self.shares))
+        object.__setattr__(self, "no_probe_shares", make_monotone(self.no_probe_shares))
 
     def full_prefill_s(self, num_tokens: float) -> float:
         """Return the seconds of full prefill, extrapolated beyond the longest measured prompt."""
         return interpolate(((0.0, 0.0), *self.prefill_s), num_tokens)
 
-    def prompt_compute_s(self, ratio: float, num_tokens: float, num_stored: float | None = None) -> float:
+    def prompt_compute_s(
+        self, ratio: float, num_tokens: float, num_stored: float | None = None, shares: Curve | None = None
+    ) -> float:
         """Return the seconds to compute a prompt of `num_tokens` tokens, without loading.
 
         `num_stored` of the tokens have stored KV (None: all). The share `ratio` of these is recomputed. Tokens without
-        stored KV are all computed.
+        stored KV are all computed. `shares`: the rule's curve; None is `shares` of the profile.
         """
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
-        return self.full_prefill_s(num_tokens) * (interpolate(self.shares, ratio) * stored + 1.0 - stored)
+        share = interpolate(self.shares if shares is None else shares, ratio)
+        return self.full_prefill_s(num_tokens) * (share * stored + 1.0 - stored)
 
     def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
         """Return T_load: the seconds to read the KV of `num_tokens` tokens at `bytes_per_s`."""
         return num_tokens * self.bytes_per_token / bytes_per_s
+
+    def at_pace(self, factor: float) -> MachineProfile:
+        """Return the profile of a machine that computes `factor` times as long, for example beside other processes."""
+        return replace(self, prefill_s=tuple((tokens, factor * seconds) for tokens, seconds in self.prefill_s))
 
     @property
     def overlaps(self) -> bool:
@@ -120,6 +139,7 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
             prefill_s=tuple((float(x), float(y)) for x, y in facts["prefill_s"]),
             shares=tuple((float(x), float(y)) for x, y in facts["shares"]),
             bytes_per_s={str(name): float(speed) for name, speed in facts["bytes_per_s"].items()},
+            no_probe_shares=tuple((float(x), float(y)) for x, y in facts["no_probe_shares"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"the machine profile is invalid ({error!r}); measure again: ragblend profile") from error
@@ -210,44 +230,158 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
     return load_s / num_layers if num_layers > 1 else 0.0
 
 
-class ReuseDecision(NamedTuple):
-    """The decision on one request: the ratio at which stored KV is reused, and the estimated seconds."""
+class TierSpeed(NamedTuple):
+    """How fast a request's chunks are read from a tier: bytes per second of all of them, and seconds until the first.
 
+    `overlaps`: layers are computed while later ones are read. False: chunks are read whole before anything is computed.
+    """
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+    overlaps: bool = True
+
+
+def tier_speeds(profile: MachineProfile, measured: Mapping[str, ReadSpeed]) -> dict[str, TierSpeed]:
+    """Return the speeds of tiers by name: the running medians of `measured`, and the profile's.
+
+    The profile's speed of a tier is used until LEAST_READS reads were measured.
+    """
+    speeds = {name: TierSpeed(bytes_per_s) for name, bytes_per_s in profile.bytes_per_s.items()}
+    for name, reads in measured.items():
+        if (bytes_per_s := reads.bytes_per_s) is not None and (name not in speeds or reads.num_reads >= LEAST_READS):
+            speeds[name] = TierSpeed(bytes_per_s, reads.latency_s)
+    return speeds
+
+
+class RuleChoice(NamedTuple):
+    """A rule by which a prompt can be blended. `r_star`: its least ratio that is close enough to full prefill."""
+
+    name: str
+    r_star: float
+    probes_before_selection: bool = False
+
+
+class LoadableChunk(NamedTuple):
+    """A stored chunk of a prompt: the name of the tier that has it, its tokens in the prompt, and its bytes to read."""
+
+    tier: str
+    num_tokens: int
+    nbytes: int
+
+
+class ReuseDecision(NamedTuple):
+    """The decision on one request, and the estimated seconds."""
+
+    rule: str
     ratio: float  # 1 for full prefill
-    fallback_reason: str  # why full prefill is faster; "" if stored KV is reused
-    load_s: float  # loading the stored KV
-    recompute_s: float  # computing the prompt at `ratio`
+    used: tuple[int, ...]  # indices of the chunks whose stored KV is used, ascending; the others are computed
+    load_s: float  # loading the stored KV of `used`
+    compute_s: float  # computing the prompt at `ratio`
+    total_s: float  # both, as far as they do not overlap
     full_s: float  # full prefill of the prompt
+    fallback_reason: str = ""  # why full prefill is faster; "" if stored KV is used
+
+    def describe(self, num_chunks: int) -> str:
+        """Return the decision as a sentence for a report. `num_chunks`: the number of stored chunks of the prompt."""
+        if self.fallback_reason:
+            return self.fallback_reason
+        left = num_chunks - len(self.used)
+        return (
+            f"{self.rule} at {self.ratio:.3g} is predicted to take {self.total_s:.3g} s (loading {self.load_s:.3g} s, "
+            f"computing {self.compute_s:.3g} s), full prefill {self.full_s:.3g} s"
+            + (f"; computing {left} of {num_chunks} stored chunks is faster than loading them" if left else "")
+        )
 
 
 def decide_reuse(
     profile: MachineProfile,
-    r_star: float,
+    rules: Sequence[RuleChoice],
     num_tokens: int,
-    num_stored: int,
-    load_bytes: Mapping[str, int],
-    probes_before_selection: bool = False,
+    num_resident: int,
+    chunks: Sequence[LoadableChunk],
+    speeds: Mapping[str, TierSpeed],
 ) -> ReuseDecision:
-    """Decide whether a prompt of `num_tokens` tokens reuses stored KV, and at what ratio, or is prefilled in full.
+    """Decide which stored chunks of a prompt are loaded, by which rule and at which ratio, or choose full prefill.
 
-    `num_stored`: number of its tokens that have stored KV. `r_star`: the least ratio that is close enough to full
-    prefill. `load_bytes`: bytes to read, by the tier's name. Loading from a tier of unknown speed counts as 0 s.
+    The prompt has `num_tokens` tokens. The KV of the first `num_resident` is in memory. Loading from a tier without a
+    speed counts as 0 s. All chunks are used, unless the prompt is clearly faster if some of a slow tier are computed.
+
+    `rules`: the first is the preferred one. Another is chosen where the preferred one would wait for loading, because
+    of its query probe, and the other is faster. The ratio of a rule without a probe is the largest whose recompute
+    hides behind loading, at least its `r_star`.
     """
-    speeds = profile.bytes_per_s
-    load_s = sum(nbytes / speeds[tier] for tier, nbytes in load_bytes.items() if tier in speeds)
     full_s = profile.full_prefill_s(num_tokens)
-    least_s = profile.blend_s(load_s, profile.prompt_compute_s(r_star, num_tokens, num_stored), probes_before_selection)
-    if num_stored and least_s >= full_s:
-        refused = (
-            f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {load_s:.3g} s and blending "
-            f"{least_s:.3g} s in all"
+    best, *others = (_fastest(profile, rule, num_tokens, num_resident, chunks, speeds) for rule in rules)
+    for other in others:
+        if best.total_s > (1 + SLIGHT) * best.compute_s and other.total_s < best.total_s:
+            best = other
+    if chunks and best.total_s >= full_s:
+        reason = (
+            f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {best.load_s:.3g} s and blending "
+            f"{best.total_s:.3g} s in all"
         )
-        return ReuseDecision(1.0, refused, load_s, full_s, full_s)
-    # Fresh tokens are computed in any case; the rest of the loading time can hide recompute of stored tokens.
-    share = num_stored / max(1, num_tokens)
-    hidden_s = max(0.0, profile.hidden_compute_s(load_s, probes_before_selection) - full_s * (1.0 - share))
-    ratio = largest_hidden_ratio(r_star, hidden_s, full_s * share, profile.shares) if share else r_star
-    return ReuseDecision(ratio, "", load_s, profile.prompt_compute_s(ratio, num_tokens, num_stored), full_s)
+        return ReuseDecision(best.rule, 1.0, (), best.load_s, full_s, full_s, full_s, reason)
+    return best
+
+
+def _fastest(
+    profile: MachineProfile,
+    rule: RuleChoice,
+    num_tokens: int,
+    num_resident: int,
+    chunks: Sequence[LoadableChunk],
+    speeds: Mapping[str, TierSpeed],
+) -> ReuseDecision:
+    """Return the fastest decision by one rule. It uses no chunk only if there is none."""
+    shares = profile.shares if rule.probes_before_selection else profile.no_probe_shares
+    full_s = profile.full_prefill_s(num_tokens)
+
+    def decide_for(used: Sequence[int], raises_ratio: bool, /) -> ReuseDecision:
+        first_s = before_s = load_s = 0.0  # until the first byte; of reads that nothing overlaps; of other reads
+        for chunk in (chunks[at] for at in used if chunks[at].tier in speeds):
+            speed = speeds[chunk.tier]
+            first_s = max(first_s, speed.latency_s)
+            if speed.overlaps:
+                load_s += chunk.nbytes / speed.bytes_per_s
+            else:
+                before_s += chunk.nbytes / speed.bytes_per_s
+        num_stored, ratio = num_resident + sum(chunks[at].num_tokens for at in used), rule.r_star
+        share = min(1.0, num_stored / max(1, num_tokens))
+        if raises_ratio and share:
+            # Fresh tokens are computed in any case; the rest of the loading time can hide recompute of stored tokens.
+            hidden_s = profile.hidden_compute_s(load_s, rule.probes_before_selection) - full_s * (1.0 - share)
+            ratio = largest_hidden_ratio(rule.r_star, max(0.0, hidden_s), full_s * share, shares)
+        compute_s = profile.prompt_compute_s(ratio, num_tokens, num_stored, shares)
+        waited_s = first_s + before_s
+        total_s = waited_s + profile.blend_s(load_s, compute_s, rule.probes_before_selection)
+        return ReuseDecision(rule.name, ratio, tuple(used), waited_s + load_s, compute_s, total_s, full_s)
+
+    *some, everything = (decide_for(used, False) for used in _sets_to_compare(chunks, speeds) if used or not chunks)
+    best = min(some, key=lambda each: each.total_s, default=everything)
+    # Predictions are not exact, so a slight gain is no reason to compute what is stored.
+    used = best.used if everything.total_s > (1 + SLIGHT) * best.total_s else everything.used
+    return decide_for(used, True)
+
+
+def _sets_to_compare(chunks: Sequence[LoadableChunk], speeds: Mapping[str, TierSpeed]) -> Iterator[tuple[int, ...]]:
+    """Yield the sets of chunks of which the fastest is loaded, as ascending indices; the set of all chunks last.
+
+    Chunks of tiers without a speed, such as memory, are in all of them. Of every other tier, the chunks with the fewest
+    bytes per token come first: each number of them, or NUM_COUNTS numbers if the tier has more.
+    """
+    free = [at for at, chunk in enumerate(chunks) if chunk.tier not in speeds]
+    prefixes: list[list[list[int]]] = []
+    for tier in speeds:
+        held = [at for at, chunk in enumerate(chunks) if chunk.tier == tier]
+        held.sort(key=lambda at: chunks[at].nbytes / max(1, chunks[at].num_tokens))
+        steps = min(len(held), NUM_COUNTS)
+        prefixes.append([held[: round(len(held) * step / max(1, steps))] for step in range(steps + 1)])
+    for some in product(*prefixes):
+        yield tuple(sorted(chain(free, *some)))
+
+
+NUM_COUNTS = 16
+"""Most numbers of chunks of one tier that are compared, so that a decision takes a millisecond for any prompt."""
 
 
 def check_speed(name: str, bytes_per_s: float) -> None:

@@ -9,7 +9,14 @@ from tier_support import make_kv
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.engine.tuning.loading_controller import MachineProfile, decide_reuse
+from ragblend.engine.tuning.calibration import RequestTuning
+from ragblend.engine.tuning.loading_controller import (
+    LoadableChunk,
+    MachineProfile,
+    RuleChoice,
+    decide_reuse,
+    tier_speeds,
+)
 from ragblend.engine.tuning.machine import machine_facts, vllm_machine_facts
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, MemoryTierTracker
 from ragblend.prompt.types import ChunkRun, Variant
@@ -78,7 +85,9 @@ def test_what_is_told_adds_up_to_what_is_there(steps, every):
 def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory):
     loading = LoadingController(MACHINE)
     loading.apply_delta(MemoryTierDelta(tuple(KEYS[:in_memory])))
-    found = loading.decide(0.15, 75, 5, runs(3))
-    assert found == decide_reuse(MACHINE, 0.15, 75, 65, {"disk": (3 - in_memory) * NBYTES})
+    tuning = RequestTuning("cacheblend", 0.15, None, is_auto_ratio=True)
+    found = loading.decide([tuning], 75, 5, loading.stored_chunks(runs(3)))
+    chunks = [LoadableChunk("memory" if at < in_memory else "disk", 20, NBYTES) for at in range(3)]
+    assert found == decide_reuse(MACHINE, [RuleChoice("cacheblend", 0.15)], 75, 5, chunks, tier_speeds(MACHINE, {}))
     assert found.load_s == pytest.approx((3 - in_memory) * 20 * 0.6e-3)
     assert (found.ratio > 0.15) == (in_memory < 3)

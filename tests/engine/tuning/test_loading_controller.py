@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.engine.tuning.loading_controller import (
+    LEAST_READS,
+    SLIGHT,
+    LoadableChunk,
     MachineProfile,
+    ReuseDecision,
+    RuleChoice,
+    TierSpeed,
     decide_reuse,
     interpolate,
     largest_hidden_ratio,
@@ -20,6 +28,7 @@ from ragblend.engine.tuning.loading_controller import (
     machine_profile_from,
     make_monotone,
     pipelined_s,
+    tier_speeds,
 )
 from ragblend.errors import UsageError
 from ragblend.lab.plan import GB, STORAGES, PromptSpec, Storage, always, parse_storage, plan
@@ -35,6 +44,14 @@ def machine(**changes: Any) -> MachineProfile:
         "prefill_s": ((1000.0, 1.0), (2000.0, 2.0)), "bytes_per_s": {"disk": 10e6},
     }  # fmt: skip
     return MachineProfile(**{**facts, **changes})
+
+
+def decide(
+    profile: MachineProfile, r_star: float, num_tokens: int, num_stored: int, nbytes: int, tier: str = "disk"
+) -> ReuseDecision:
+    """Decide on a prompt with one stored chunk of `num_stored` tokens, by a rule without a probe."""
+    chunks = [LoadableChunk(tier, num_stored, nbytes)] if num_stored else []
+    return decide_reuse(profile, [RuleChoice("any", r_star)], num_tokens, 0, chunks, tier_speeds(profile, {}))
 
 
 # --- the paper's examples (CacheBlend, section 5): per layer, 15 % of the tokens recomputed ---
@@ -114,18 +131,76 @@ def test_the_ratio_is_never_below_r_star_and_rises_with_loading(r_star, loads, p
         assert interpolate(profile.shares, chosen[2]) * prefill_s <= slow * (1 + 1e-6)
 
 
+@settings(max_examples=2000)
 @given(machines(), ratios, st.integers(1, 10**5), st.floats(0, 1), st.integers(0, 10**10))
 def test_a_request_gets_r_star_or_more_unless_full_prefill_is_faster(profile, r_star, num_tokens, share, nbytes):
     num_stored = int(share * num_tokens)
-    found = decide_reuse(profile, r_star, num_tokens, num_stored, {"disk": nbytes})
+    found = decide(profile, r_star, num_tokens, num_stored, nbytes)
     assert r_star <= found.ratio <= 1
     at_r_star = pipelined_s(found.load_s, profile.prompt_compute_s(r_star, num_tokens, num_stored), profile.num_layers)
     assert bool(found.fallback_reason) == (num_stored > 0 and at_r_star >= found.full_s)
     if found.fallback_reason:
         assert found.ratio == 1.0
     elif found.ratio > r_star:
-        raised_s = pipelined_s(found.load_s, found.recompute_s, profile.num_layers)
-        assert raised_s <= at_r_star * (1 + 1e-6), "what is added does not hide behind loading"
+        raised_s = pipelined_s(found.load_s, found.compute_s, profile.num_layers)
+        assert raised_s <= at_r_star * (1 + 1e-6) + 1e-9 * found.full_s, "what is added does not hide behind loading"
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, list[LoadableChunk], dict[str, TierSpeed]]:
+    """Number of tokens, up to 5 chunks of equal length on several tiers, and the tiers' speeds."""
+    count, tokens, nbytes = draw(st.integers(1, 5)), draw(st.integers(1, 2000)), draw(st.integers(1, 10**9))
+    tiers = draw(st.lists(st.sampled_from(["memory", "disk", "remote"]), min_size=count, max_size=count))
+    tier_speed = st.builds(TierSpeed, speeds, st.floats(0, 1), st.booleans())
+    fresh = draw(st.integers(1, 2000))
+    chunks = [LoadableChunk(tier, tokens, nbytes) for tier in tiers]
+    return count * tokens + fresh, chunks, {"disk": draw(tier_speed), "remote": draw(tier_speed)}
+
+
+def predicted_s(
+    profile: MachineProfile,
+    rule: RuleChoice,
+    num_tokens: int,
+    chunks: Iterable[LoadableChunk],
+    by: dict[str, TierSpeed],
+) -> float:
+    """The seconds of a prompt of which these chunks are loaded: first bytes, whole reads, then the pipeline."""
+    known = [(chunk, by[chunk.tier]) for chunk in chunks if chunk.tier in by]
+    first_s = max((speed.latency_s for _, speed in known), default=0.0)
+    whole_s = sum(chunk.nbytes / speed.bytes_per_s for chunk, speed in known if not speed.overlaps)
+    load_s = sum(chunk.nbytes / speed.bytes_per_s for chunk, speed in known if speed.overlaps)
+    num_stored = sum(chunk.num_tokens for chunk in chunks)
+    shares = profile.shares if rule.probes_before_selection else profile.no_probe_shares
+    compute_s = profile.prompt_compute_s(rule.r_star, num_tokens, num_stored, shares)
+    return first_s + whole_s + profile.blend_s(load_s, compute_s, rule.probes_before_selection)
+
+
+@settings(max_examples=2000)
+@given(machines(), prompts(), st.tuples(ratios, ratios))
+def test_the_decision_is_as_fast_as_the_best_of_all_choices(profile, prompt, pair):
+    """Of full prefill and every set of chunks; another rule only where the preferred one waits for loading."""
+    num_tokens, chunks, by = prompt
+    rules = [RuleChoice("asks", pair[0], probes_before_selection=True), RuleChoice("checks", pair[1])]
+    found = decide_reuse(profile, rules, num_tokens, 0, chunks, by)
+    sets = [
+        [chunks[at] for at in some]
+        for count in range(1, len(chunks) + 1)
+        for some in itertools.combinations(range(len(chunks)), count)
+    ]
+    best_s = {rule.name: min(predicted_s(profile, rule, num_tokens, some, by) for some in sets) for rule in rules}
+    full_s = profile.full_prefill_s(num_tokens)
+    if found.fallback_reason:
+        assert full_s <= best_s["asks"] * (1 + SLIGHT) * SLACK
+        assert (found.ratio, found.used) == (1.0, ())
+        return
+    assert found.total_s <= full_s * SLACK
+    near = (1 + SLIGHT) * (1 + 1e-6)
+    assert found.total_s <= best_s[found.rule] * near
+    if found.rule == "checks":
+        assert best_s["checks"] <= best_s["asks"] * near
+    else:
+        assert best_s["asks"] <= max(best_s["checks"] * near, found.compute_s * near)
+        assert found.ratio == pytest.approx(max(pair[0], largest_hidden_ratio(pair[0], 0.0, 1.0, profile.shares)))
 
 
 @given(machines(), devices(), needs())
@@ -172,7 +247,7 @@ def test_a_pipeline_takes_what_a_step_by_step_simulation_takes(load_s, compute_s
 @given(machines(), st.integers(1, 10**5), ratios, st.integers(0, 10**10))
 def test_several_ranks_read_before_they_compute_so_nothing_hides(profile, num_tokens, r_star, nbytes):
     several = replace(profile, hardware={**profile.hardware, "ranks": 2})
-    found = decide_reuse(several, r_star, num_tokens, num_tokens, {"disk": nbytes})
+    found = decide(several, r_star, num_tokens, num_tokens, nbytes)
     assert bool(found.fallback_reason) == (found.load_s + several.prompt_compute_s(r_star, num_tokens) >= found.full_s)
     assert found.fallback_reason or found.ratio == max(r_star, largest_hidden_ratio(r_star, 0.0, 1.0, several.shares))
     need = PromptSpec(1, num_tokens, 0, r_star)
@@ -188,23 +263,57 @@ def test_several_ranks_read_before_they_compute_so_nothing_hides(profile, num_to
 
 def test_reuse_is_refused_where_loading_takes_longer_than_full_prefill():
     """1000 tokens: prefill 1 s; 1 MB from a disk of 0.5 MB/s takes 2 s."""
-    found = decide_reuse(machine(bytes_per_s={"disk": 0.5e6}), R_STAR, 1000, 1000, {"disk": 1_000_000})
+    found = decide(machine(bytes_per_s={"disk": 0.5e6}), R_STAR, 1000, 1000, 1_000_000)
     assert "full prefill of 1000 tokens takes 1 s, loading 2 s" in found.fallback_reason
     assert found.ratio == 1.0
 
 
 def test_what_is_in_memory_or_was_never_measured_counts_as_there():
-    for where in ({}, {"tape": 10**12}):
-        found = decide_reuse(machine(), R_STAR, 1000, 1000, where)
+    for tier in ("memory", "tape"):
+        found = decide(machine(), R_STAR, 1000, 1000, 10**12, tier)
         assert (found.ratio, found.fallback_reason, found.load_s) == (R_STAR, "", 0.0)
+
+
+def test_measured_reads_replace_the_profile_once_there_are_some():
+    reads = ReadSpeed()
+    assert tier_speeds(machine(), {"disk": reads, "remote": reads}) == {"disk": TierSpeed(10e6)}
+    for count in range(1, LEAST_READS + 1):
+        reads.record(5_000_000, 1.0)
+        reads.record_latency(0.25)
+        found = tier_speeds(machine(), {"disk": reads, "remote": reads})
+        assert found["remote"] == TierSpeed(5e6, 0.25)
+        assert found["disk"] == (found["remote"] if count == LEAST_READS else TierSpeed(10e6))
+
+
+def test_only_the_chunks_that_are_worth_it_are_loaded():
+    """1 ms of prefill per token. 500 tokens on the disk load in 50 ms, 500 in the remote tier in 5 s."""
+    chunks = [LoadableChunk("remote", 500, 500_000), LoadableChunk("disk", 500, 500_000)]
+    by = {"disk": TierSpeed(10e6), "remote": TierSpeed(0.1e6)}
+    found = decide_reuse(machine(), [RuleChoice("any", R_STAR)], 1000, 0, chunks, by)
+    assert (found.used, found.fallback_reason) == ((1,), "")
+    assert "computing 1 of 2 stored chunks is faster than loading them" in found.describe(2)
+    quick = {**by, "remote": TierSpeed(10e6)}
+    assert decide_reuse(machine(), [RuleChoice("any", R_STAR)], 1000, 0, chunks, quick).used == (0, 1)
+    late = {**by, "remote": TierSpeed(10e6, latency_s=2.0)}
+    assert decide_reuse(machine(), [RuleChoice("any", R_STAR)], 1000, 0, chunks, late).used == (1,)
+
+
+def test_a_probe_that_waits_for_loading_gives_way_to_a_rule_without():
+    """Loading takes as long as the recompute of `asks`, which waits for it; behind it `checks` recomputes 40 %."""
+    rules = [RuleChoice("asks", 0.5, probes_before_selection=True), RuleChoice("checks", 0.15)]
+    chunks = [LoadableChunk("disk", 1000, 1_000_000)]
+    slow = decide_reuse(machine(), rules, 1000, 0, chunks, {"disk": TierSpeed(2e6)})
+    assert (slow.rule, slow.ratio) == ("checks", pytest.approx(0.45))
+    assert decide_reuse(machine(), rules, 1000, 0, chunks, {"disk": TierSpeed(200e6)}).rule == "asks"
+    assert decide_reuse(machine(), rules[:1], 1000, 0, chunks, {"disk": TierSpeed(4e6)}).rule == "asks"
 
 
 def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute():
     """Loading takes 0.5 s, a tenth of it for layer 1: behind the rest 45 % of the tokens can be recomputed, if all are
     stored. If half are fresh, they alone take 0.5 s."""
     profile = machine(bytes_per_s={"disk": 2e6})
-    assert decide_reuse(profile, R_STAR, 1000, 1000, {"disk": 1_000_000}).ratio == pytest.approx(0.45)
-    assert decide_reuse(profile, R_STAR, 1000, 500, {"disk": 1_000_000}).ratio == R_STAR
+    assert decide(profile, R_STAR, 1000, 1000, 1_000_000).ratio == pytest.approx(0.45)
+    assert decide(profile, R_STAR, 1000, 500, 1_000_000).ratio == R_STAR
 
 
 def test_measured_shares_take_the_place_of_the_ratio():

@@ -27,7 +27,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ _OPENING = b'{"__metadata__":{"ragblend":"{\\"header_xxh3_128\\":\\"'
 _DIGITS = slice(8 + len(_OPENING), 8 + len(_OPENING) + 32)
 _SIGNATURE_OPENING = b'\\",\\"signature\\":\\"'
 _SIGNATURE = slice(_DIGITS.stop + len(_SIGNATURE_OPENING), _DIGITS.stop + len(_SIGNATURE_OPENING) + DIGITS)
-_MAX_HEADER_BYTES = 8 << 20  # a million tokens; parsed, it can take twenty times as much memory
+MAX_HEADER_BYTES = 8 << 20  # a million tokens; parsed, it can take twenty times as much memory
 _MAX_DIM = 1 << 31
 
 
@@ -97,7 +97,7 @@ class ReadRequirements:
     specs: dict[str, KVSpec] = field(default_factory=dict)
 
 
-_NOTHING = ReadRequirements()
+NOTHING_MORE = ReadRequirements()
 
 
 class _Digest(NamedTuple):
@@ -127,11 +127,11 @@ def header_nbytes(kv: MemoryKV, store_key: StoreKey | None = None) -> int:
     """
     digest = _digest_for(store_key)
     nbytes = len(_encode_header(kv.header, kv.layers, ["0" * digest.num_digits] * len(kv.layers), store_key))
-    if nbytes > _MAX_HEADER_BYTES:
+    if nbytes > MAX_HEADER_BYTES:
         num_tokens = len(kv.header.prefix_ids) + kv.header.num_tokens
         raise UsageError(
             f"a chunk and what it was computed behind, {num_tokens} tokens, are too long to be stored: their ids take "
-            f"{nbytes} bytes, {_MAX_HEADER_BYTES} are read; split documents into smaller chunks (`chunk_size`)"
+            f"{nbytes} bytes, {MAX_HEADER_BYTES} are read; split documents into smaller chunks (`chunk_size`)"
         )
     return nbytes
 
@@ -230,7 +230,7 @@ class _LayerExtent(NamedTuple):
     checksum: str
 
 
-class _ParsedEntry(NamedTuple):
+class ParsedEntry(NamedTuple):
     """The validated header of an entry and the extents of its layers."""
 
     header: KVHeader
@@ -239,7 +239,7 @@ class _ParsedEntry(NamedTuple):
     is_trusted: bool  # signed with the reader's key
 
 
-def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadRequirements) -> _ParsedEntry:
+def decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadRequirements) -> ParsedEntry:
     """Parse and validate the header `raw` of a file of `file_nbytes` bytes that should hold the entry `key`.
 
     Every field is checked: against `key`, which is computed from model, prefix, tokens and namespace; against the
@@ -289,7 +289,7 @@ def _decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadReq
         problem = shape.mismatch_reason(header, [_dims(span.tensors) for span in spans])
         if problem:
             raise UnreadableEntryError(problem)
-    return _ParsedEntry(header, spans, digest, is_trusted)
+    return ParsedEntry(header, spans, digest, is_trusted)
 
 
 def _is_signed(raw: bytes, zeroed: bytearray, namespace: str, store_key: StoreKey | None) -> bool:
@@ -382,36 +382,31 @@ class SharedFile:
             raise UnreadableEntryError(error.strerror or str(error)) from error
 
 
-class _InMemoryFile:
-    """A chunk file that arrived as one bytes value."""
+class Readable(Protocol):
+    """A chunk file, or the part of one that has arrived."""
 
-    __slots__ = ("_data", "nbytes")
-
-    def __init__(self, data: bytes) -> None:
-        self._data, self.nbytes = memoryview(data), len(data)
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole file in bytes."""
 
     def read(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from `offset`. Raises UnreadableEntryError if the bytes end first."""
-        part = self._data[offset : offset + buffer.nbytes]
-        if part.nbytes < buffer.nbytes:
-            raise UnreadableEntryError(f"it ends at byte {self.nbytes}, {buffer.nbytes - part.nbytes} bytes early")
-        buffer[:] = part
 
 
-def _header_bytes(source: SharedFile | _InMemoryFile) -> tuple[bytes, int]:
+def read_header(source: Readable) -> tuple[bytes, int]:
     """Return the length prefix with the header, unverified, and the size of the file in bytes."""
     size = source.nbytes
     prefix = bytearray(8)
     source.read(memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
-    if not len(_OPENING) + 32 < length <= min(size - 8, _MAX_HEADER_BYTES):
+    if not len(_OPENING) + 32 < length <= min(size - 8, MAX_HEADER_BYTES):
         raise UnreadableEntryError(f"a header of {length} bytes in a file of {size}")
     text = bytearray(length)
     source.read(memoryview(text), 8)
     return bytes(prefix + text), size
 
 
-def _read_layer(source: SharedFile | _InMemoryFile, entry: _ParsedEntry, index: int) -> StoredLayer:
+def read_layer(source: Readable, entry: ParsedEntry, index: int) -> StoredLayer:
     """Read and verify one layer as it is stored. The tensors share one newly allocated buffer."""
     span = entry.spans[index]
     # Normal tensors even under inference_mode: only those count in-place writes, which MemoryStore checks.
@@ -440,17 +435,6 @@ def _layer_in(buffer: Tensor, specs: Sequence[TensorSpec], header: KVHeader) -> 
     return LayerKV(*tensors) if header.is_lossless else QuantizedLayer(*tensors)
 
 
-def decode_chunk(data: bytes, key: str, requirements: ReadRequirements = _NOTHING) -> MemoryKV:
-    """Decode and verify `data`, the bytes of a chunk file. Return the chunk.
-
-    Raises UnreadableEntryError if the bytes are damaged, have another key than `key`, or do not meet `requirements`.
-    For another format version, the error is the subclass IncompatibleEntryError.
-    """
-    source = _InMemoryFile(data)
-    entry = _decode_header(*_header_bytes(source), key, requirements)
-    return MemoryKV(entry.header, tuple(_read_layer(source, entry, index) for index in range(len(entry.spans))))
-
-
 class DiskKV:
     """ChunkKV in a file. Each `layer` call reads and verifies only that layer, into newly allocated memory.
 
@@ -467,10 +451,10 @@ class DiskKV:
         path: Path,
         file: SharedFile,
         on_damage: Callable[[str, Path, SharedFile, str], None],
-        requirements: ReadRequirements = _NOTHING,
+        requirements: ReadRequirements = NOTHING_MORE,
     ) -> None:
-        raw, file_nbytes = _header_bytes(file)
-        self._entry = _decode_header(raw, file_nbytes, key, requirements)
+        raw, file_nbytes = read_header(file)
+        self._entry = decode_header(raw, file_nbytes, key, requirements)
         self.header = self._entry.header
         self._path, self._digits, self._on_damage = path, raw[_DIGITS], on_damage
         self._file: SharedFile | None = file if file.can_stay_open else None
@@ -492,7 +476,7 @@ class DiskKV:
         file = None
         try:
             file = self._file or self._reopen()
-            return _read_layer(file, self._entry, index)
+            return read_layer(file, self._entry, index)
         except UnreadableEntryError as error:
             if file is not None:
                 self._on_damage(self.header.key, self._path, file, str(error))
@@ -503,10 +487,10 @@ class DiskKV:
     def verify(self, file: SharedFile) -> None:
         """Read and verify every layer. Raises UnreadableEntryError for damage. file: the open file of this entry."""
         for index in range(self.header.num_layers):
-            _read_layer(file, self._entry, index)
+            read_layer(file, self._entry, index)
 
     def _reopen(self) -> SharedFile:
         file = SharedFile(self._path)
-        if _header_bytes(file)[0][_DIGITS] != self._digits:
+        if read_header(file)[0][_DIGITS] != self._digits:
             raise OSError(errno.ESTALE, "the entry was replaced by another one")
         return file

@@ -20,6 +20,7 @@ from random import sample
 from time import monotonic
 from typing import Any, cast
 
+from ragblend.engine.store.base import ByteRange
 from ragblend.engine.store.remote.limits import WALK_TIMEOUT_S, connect_timeout_s
 from ragblend.errors import BackendUnreachableError, StoreFullError, UsageError
 from ragblend.redaction import has_secret, password_encoding_hint, redact_message, redact_url
@@ -38,6 +39,7 @@ NOTES = "ragblend:notes"  # a hash, so that its names are listed without a scan 
 NOTE_NAMES = "ragblend:note-names"  # the same names in a sorted set, which lists the latest ones
 WRITE_TIMEOUT_S = 30.0  # a large value over a slow line; only the writer thread waits
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # Redis' own limit (proto-max-bulk-len)
+_MIN_RANGE_BYTES = 1 << 20  # a millisecond at 10 Gbit/s, twice a round trip
 _MAX_REPLY_BYTES = _MAX_VALUE_BYTES + (1 << 16)  # of one call: no list of ours is as long as a value may be
 _SCAN_BATCH = 500
 
@@ -50,6 +52,7 @@ class RedisValues:
     """
 
     max_value_bytes = _MAX_VALUE_BYTES
+    min_range_bytes = _MIN_RANGE_BYTES
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self.url = redact_url(url)
@@ -80,6 +83,18 @@ class RedisValues:
                 if not _is_wrong_type(error):
                     raise
                 return None
+
+    def get_range(self, name: str, start: int, end: int) -> ByteRange | None:
+        """Return the bytes [start, end) of the value, in one round trip. None: as in `get`."""
+        with self._call(self._timeout_s):
+            pipeline = self._client.pipeline(transaction=False)
+            pipeline.getrange(PREFIX + name, start, end - 1)
+            pipeline.strlen(PREFIX + name)
+            data, size = pipeline.execute(raise_on_error=False)
+            problem = next((each for each in (data, size) if isinstance(each, Exception)), None)
+            if problem is not None and not _is_wrong_type(problem):
+                raise problem
+        return ByteRange(data, size) if problem is None and size else None
 
     def put(self, name: str, data: bytes) -> None:
         """Set the value atomically."""

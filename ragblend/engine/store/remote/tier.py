@@ -1,10 +1,10 @@
 """The shared tier: the bytes of chunk files in Redis or an object store, without delaying answers.
 
-A value has the bytes of a disk tier's file, so the same code verifies it. A value arrives whole, in one round trip.
-`fetch_from_remote` fetches the chunks of a request in parallel, within one time limit. Each is verified before it is
-placed, so a damaged chunk is a miss and never restarts the request. A failed or late fetch is a miss and a
-counted failure, even if the value arrives later. Writes wait in a queue until the backend accepts them. After several
-failures the breaker stops requests until a probe, sent in the background, succeeds.
+A value has the bytes of a disk tier's file, so the same code verifies it. Values arrive range by range, a chunk's
+header first and then its layers, so that an engine computes while they arrive (see `fetch`). `fetch_from_remote`
+fetches the chunks of a request in parallel, within one time limit. A failed or late fetch is a miss and a counted
+failure, even if the value arrives later. Writes wait in a queue until the backend accepts them. After several failures
+the breaker stops requests until a probe, sent in the background, succeeds.
 
 Works on ChunkKV and a ByteStore. Does not depend on servers, other tiers, models or prompts.
 """
@@ -16,8 +16,7 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import takewhile
@@ -25,16 +24,17 @@ from time import monotonic, perf_counter
 from typing import NamedTuple
 
 from ragblend.engine.store.base import CONTAINS_BATCH, ByteStore, EntryCheck, KVStore, StoreCounters
+from ragblend.engine.store.format.chunk_bytes import decode_chunk
 from ragblend.engine.store.format.chunk_file import (
     ReadRequirements,
     UnreadableEntryError,
     UnsignedEntryError,
-    decode_chunk,
     encode_chunk,
 )
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, MemoryKV, load_into_memory
 from ragblend.engine.store.format.signing import KeyChoice, resolve_key
 from ragblend.engine.store.remote.breaker import CircuitBreaker, State
+from ragblend.engine.store.remote.fetch import RemoteFetch
 from ragblend.engine.store.write_queue import WriteQueue
 from ragblend.errors import BackendUnreachableError, RagblendError, StoreFullError, UsageError
 from ragblend.redaction import HIDDEN, redact_url, url_in_command
@@ -70,13 +70,6 @@ class RemoteStatus(NamedTuple):
     problem: str = ""
 
 
-class _InFlightFetch(NamedTuple):
-    """A fetch in progress, or finished less than RESULT_TTL_S ago. Its result is None for a miss."""
-
-    future: Future[MemoryKV | None]
-    started_s: float
-
-
 class RemoteStore(KVStore):
     """KVStore over a ByteStore. Reads take at most `timeout_s` and never raise. `put` does not wait.
 
@@ -105,7 +98,7 @@ class RemoteStore(KVStore):
         self._requirements = ReadRequirements(self.store_key)
         self.breaker = breaker or CircuitBreaker()
         self.timeout_s = timeout_s
-        self._flights: dict[str, _InFlightFetch] = {}
+        self._flights: dict[str, RemoteFetch] = {}  # in progress, or begun less than RESULT_TTL_S ago
         self._bad: OrderedDict[str, None] = OrderedDict()  # keys whose values failed verification and must be rewritten
         self._lock = threading.Lock()
         self._executor: ThreadPoolExecutor | None = None
@@ -127,108 +120,123 @@ class RemoteStore(KVStore):
 
     # -- reading
 
-    def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
+    def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
         """Return the entry, whole and verified. Return None for a miss, or if no reply arrives in time."""
-        return self.get_local(key, token_ids, self.fetch_from_remote([key]))
+        kv = self.get_local(key, token_ids, self.fetch_from_remote([key]))
+        if isinstance(kv, RemoteFetch) and not kv.wait_until_over(kv.until_s):
+            self._give_up(kv)
+        whole = kv.whole if isinstance(kv, RemoteFetch) else kv
+        if kv is not None and whole is None:
+            self._count(num_misses=1, num_hits=-1)
+        return whole
 
-    def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
+    def get_local(
+        self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]
+    ) -> MemoryKV | RemoteFetch | None:
         """Return the entry from `fetched`, the result of `fetch_from_remote`; None for a miss. Sends no request."""
         kv = fetched.get(key)
+        assert kv is None or isinstance(kv, MemoryKV | RemoteFetch)
         if kv is not None and not kv.header.has_ids(token_ids):
             log.warning("KV %s from %s is not used: its token ids differ from the requested ones", key, self.values.url)
             self._count(num_damaged=1, num_misses=1, num_hits=-1)
             return None
         return kv
 
-    def fetch_from_remote(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV]:
-        """Fetch `keys` in parallel. Return, by key, the entries that arrived in time. Each key counts as a `get`.
+    def fetch_from_remote(self, keys: Sequence[str], until_s: float | None = None) -> dict[str, MemoryKV | RemoteFetch]:
+        """Fetch `keys` in parallel. Return, by key, the entries whose header arrived in time. Each key counts as a
+        `get`.
 
-        until_s: the deadline, in seconds of the monotonic clock; None: `timeout_s` seconds from now.
+        An entry of which layers are still to arrive is returned as a RemoteFetch. They arrive from the first read on,
+        or from `read_ahead` on. until_s:
+        the deadline, in seconds of the monotonic clock; None: `timeout_s` seconds from now.
         """
         until_s = monotonic() + self.timeout_s if until_s is None else until_s
-        flights = self.start_fetches(keys)
-        fetched: dict[str, MemoryKV] = {}
+        fetches = self.start_fetches(keys)
+        fetched: dict[str, MemoryKV | RemoteFetch] = {}
         for key in dict.fromkeys(keys):
-            kv = self._queue.peek(key)
-            if kv is None and (flight := flights.get(key)) is not None:
-                kv = self._await_fetch(key, flight, until_s)
+            kv: MemoryKV | RemoteFetch | None = self._queue.peek(key)
+            if kv is None and (fetch := fetches.get(key)) is not None:
+                if fetch.wait_for_header(min(until_s, fetch.until_s)):
+                    kv = fetch.whole or fetch
+                elif not fetch.is_over:
+                    self._give_up(fetch)
             if kv is not None:
                 fetched[key] = kv
             self._count(num_misses=kv is None, num_hits=kv is not None)
         return fetched
 
-    def start_fetches(self, keys: Sequence[str]) -> dict[str, _InFlightFetch]:
+    def start_fetches(self, keys: Sequence[str]) -> dict[str, RemoteFetch]:
         """Start to fetch `keys` in parallel. Return the fetches by key. A later `get` of a key waits for its fetch."""
         wanted = [key for key in dict.fromkeys(keys) if self._queue.peek(key) is None]
-        return {key: flight for key in wanted if (flight := self._start(key)) is not None}
+        return {key: fetch for key in wanted if (fetch := self._start(key)) is not None}
 
-    def _start(self, key: str) -> _InFlightFetch | None:
+    def _start(self, key: str) -> RemoteFetch | None:
         """Return the fetch of `key`, started unless it is in progress; None while the breaker is open."""
-        now_s = monotonic()
         with self._lock:
-            self._expire_results(now_s)
+            self._expire_results(monotonic())
             if (known := self._flights.get(key)) is not None:
                 return known
             if self.breaker.is_closed:
-                future = self._pool().submit(self._fetch, key, now_s)
-                self._flights[key] = flight = _InFlightFetch(future, now_s)
-                return flight
+                fetch = RemoteFetch(key, self._requirements, self.timeout_s, self._continue)
+                self._flights[key] = fetch
+                self._pool().submit(self._fetch_next, fetch)
+                return fetch
         self._probe_when_due()
         return None
 
     def _expire_results(self, now_s: float) -> None:
         """Drop results older than RESULT_TTL_S. Fetches are in order of start: the first recent one ends the loop."""
         old = takewhile(lambda each: now_s - each[1].started_s > RESULT_TTL_S, self._flights.items())
-        for key in [key for key, flight in old if flight.future.done()]:
+        for key in [key for key, fetch in old if fetch.is_over or fetch.is_paused]:
             del self._flights[key]
 
-    def _await_fetch(self, key: str, flight: _InFlightFetch, until_s: float) -> MemoryKV | None:
-        try:
-            return flight.future.result(max(0.0, min(until_s, flight.started_s + self.timeout_s) - monotonic()))
-        except (FutureTimeoutError, TimeoutError):
-            is_overdue = monotonic() - flight.started_s >= _OVERDUE * self.timeout_s
-            if is_overdue and self._forget(key, flight.started_s):  # several may wait for one fetch; it fails once
-                flight.future.cancel()  # a running fetch ends by its own time limit
-                self._record_failure(self._slow(key))
-        except CancelledError:  # by close(), or because it was overdue
-            self._forget(key, flight.started_s)
-        except Exception as error:  # a bug or lack of memory costs this chunk, not the answer
-            self._forget(key, flight.started_s)
-            self._record_failure(f"KV {key} could not be fetched from {self.values.url}: {error!r}")
-        return None
+    def _give_up(self, fetch: RemoteFetch) -> None:
+        """Stop a fetch that a request has waited for to its end. It counts as a failure if its time is over."""
+        is_overdue = monotonic() - fetch.started_s >= _OVERDUE * self.timeout_s
+        if is_overdue and self._forget(fetch):  # several may wait for one fetch; it fails once
+            fetch.stop()  # a request that runs ends by its own time limit
+            self._record_failure(self._slow(fetch.key))
 
-    def _fetch(self, key: str, started_s: float) -> MemoryKV | None:
+    def _fetch_next(self, fetch: RemoteFetch) -> None:
+        """Read the next range of an entry, and queue the one after it behind the next ranges of other entries."""
+        if fetch.is_over:  # a request has given it up
+            return
         if not self.breaker.is_closed:  # it opened while this fetch waited for a thread
-            self._forget(key, started_s)
-            return None
-        data, problem = None, ""
-        if not self._is_late(started_s):
-            try:
-                data = self.values.get(key)
-            except RagblendError as error:
-                problem = str(error)
-        problem = problem or (self._slow(key) if self._is_late(started_s) else "")
-        if problem:
-            if self._forget(key, started_s):  # otherwise a waiting request has counted the failure
-                self._record_failure(problem)
-            return None
-        self.breaker.record_success()
-        if data is None:
-            return None
-        return self._decoded(key, data)
-
-    def _decoded(self, key: str, data: bytes) -> MemoryKV | None:
-        """Return the chunk in a value; None, counted and marked for rewriting, if it fails verification."""
+            self._forget(fetch)
+            fetch.stop()
+            return
+        problem = self._slow(fetch.key) if self._is_late(fetch) else ""
         try:
-            return decode_chunk(data, key, self._requirements)
+            if not problem:
+                fetch.read_next(self.values, self.read_speed)
         except UnreadableEntryError as error:
-            log.warning("KV %s from %s is not used: %s", key, self.values.url, error)
+            log.warning("KV %s from %s is not used: %s", fetch.key, self.values.url, error)
             self._count(num_damaged=1, num_unsigned=isinstance(error, UnsignedEntryError))
-            self._mark_bad(key)
-            return None
+            self._mark_bad(fetch.key)
+            fetch.stop(is_damaged=True)
+        except RagblendError as error:
+            problem = str(error)
+        except Exception as error:  # a bug or lack of memory costs this chunk, not the answer
+            problem = f"KV {fetch.key} could not be fetched from {self.values.url}: {error!r}"
+        problem = problem or (self._slow(fetch.key) if self._is_late(fetch) else "")
+        if problem:
+            if self._forget(fetch):  # otherwise a waiting request has counted the failure
+                self._record_failure(problem)
+            fetch.stop()
+            return
+        self.breaker.record_success()
+        if fetch.continues:
+            self._continue(fetch)
 
-    def _is_late(self, started_s: float) -> bool:
-        return monotonic() - started_s > self.timeout_s
+    def _continue(self, fetch: RemoteFetch) -> None:
+        with self._lock:
+            if self._executor is not None:
+                self._executor.submit(self._fetch_next, fetch)
+                return
+        fetch.stop()  # `close` has ended the threads
+
+    def _is_late(self, fetch: RemoteFetch) -> bool:
+        return monotonic() > fetch.until_s
 
     def _slow(self, key: str) -> str:
         return f"KV {key} did not come from {self.values.url} within {self.timeout_s:g} s"
@@ -394,9 +402,12 @@ class RemoteStore(KVStore):
         drained = self._queue.close(timeout_s)
         with self._lock:
             executor, self._executor = self._executor, None
+            fetches = list(self._flights.values())
             self._flights.clear()
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
+        for fetch in fetches:
+            fetch.stop()
         self.values.close()
         return drained
 
@@ -446,13 +457,12 @@ class RemoteStore(KVStore):
         problem = reason.partition("; check it: ")[0]
         log.warning("%s; answers go on without it, and prefill what only it has; check it: %s", problem, look)
 
-    def _forget(self, key: str, started_s: float) -> bool:
+    def _forget(self, fetch: RemoteFetch) -> bool:
         """Remove a fetch from the list, so that the next `get` fetches again; return True if it was listed."""
         with self._lock:
-            flight = self._flights.get(key)
-            if flight is None or flight.started_s != started_s:
+            if self._flights.get(fetch.key) is not fetch:
                 return False
-            del self._flights[key]
+            del self._flights[fetch.key]
             return True
 
     def _mark_bad(self, key: str) -> None:

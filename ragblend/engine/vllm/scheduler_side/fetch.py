@@ -79,7 +79,7 @@ class RemoteFetcher:
             # Skip an entry that has arrived since, and one past its deadline: a slow remote gets no further requests.
             if self._store.is_local(key) or monotonic() > until_s:
                 return
-            kv = self.remote.fetch_from_remote([key], until_s).get(key)
+            kv = self.remote.get(key)  # waits for the fetch that `start` has begun
             if kv is not None:
                 with self._store.recorded_write(kv.header, is_copy=True):
                     for tier in self._store.tiers:

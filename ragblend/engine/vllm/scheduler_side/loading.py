@@ -1,4 +1,4 @@
-"""Loading decisions of vLLM's scheduler: whether reuse is faster than full prefill, and its recompute ratio.
+"""Loading decisions of vLLM's scheduler: which chunks are fetched and loaded, or full prefill, and rule and ratio.
 
 Workers read the stored KV, possibly in other processes, but the scheduler decides about requests. So a worker reports
 the contents of its memory tier (`MemoryTierTracker`). `LoadingController` passes them to
@@ -11,10 +11,20 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ragblend.engine.fusion.rules import find_rule
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
-from ragblend.engine.tuning.loading_controller import MachineProfile, ReuseDecision, decide_reuse
+from ragblend.engine.tuning.calibration import RequestTuning
+from ragblend.engine.tuning.loading_controller import (
+    LoadableChunk,
+    MachineProfile,
+    ReuseDecision,
+    RuleChoice,
+    decide_reuse,
+    tier_speeds,
+)
 from ragblend.engine.tuning.machine import vllm_machine_facts
+from ragblend.engine.vllm.scheduler_side.lookup import MissingVariants
 from ragblend.prompt.types import ChunkRun
 
 log = logging.getLogger(__name__)
@@ -55,8 +65,9 @@ class LoadingController:
     workers report at each engine step. Without a profile (None), every request keeps its own ratio.
     """
 
-    def __init__(self, machine: MachineProfile | None) -> None:
+    def __init__(self, machine: MachineProfile | None, store: TieredStore | None = None) -> None:
         self.machine = machine
+        self._store = store  # its remote tier measures the scheduler's fetches
         self._held: set[str] = set()  # keys in the workers' memory
         self._has_refused = False
 
@@ -65,31 +76,44 @@ class LoadingController:
         self._held.difference_update(change.removed)
         self._held.update(change.added)
 
-    def decide(
-        self,
-        r_star: float,
-        num_tokens: int,
-        num_prefix: int,
-        stored: Sequence[ChunkRun],
-        probes_before_selection: bool = False,
-    ) -> ReuseDecision:
-        """Return the ratio at which to reuse `stored`, or the reason for full prefill if that is faster.
+    def stored_chunks(self, stored: Sequence[ChunkRun]) -> list[LoadableChunk]:
+        """Return the runs with a variant on this machine, as chunks in the workers' memory or on the disk."""
+        return [
+            LoadableChunk("memory" if run.variant.key in self._held else "disk", run.num_tokens, run.variant.nbytes)
+            for run in stored
+            if run.variant is not None
+        ]
 
-        The ratio is the largest whose recompute takes no longer than loading `stored`, but at least `r_star`, which is
-        close enough to full prefill. `num_prefix`: number of tokens of the prefix, whose KV the workers have in memory.
-        Requires a machine profile.
+    def fetchable_chunks(self, runs: Sequence[ChunkRun], missing: Sequence[MissingVariants]) -> list[LoadableChunk]:
+        """Return the runs as chunks on the disk, or in the remote tier if this machine has no variant of them."""
+        assert self.machine is not None
+        nbytes = self.machine.bytes_per_token
+        return [
+            LoadableChunk("disk" if each.is_local else "remote", run.num_tokens, run.num_tokens * nbytes)
+            for run, each in zip(runs, missing, strict=True)
+        ]
+
+    def decide(
+        self, tunings: Sequence[RequestTuning], num_tokens: int, num_prefix: int, chunks: Sequence[LoadableChunk]
+    ) -> ReuseDecision:
+        """Return the decision of `decide_reuse` on a request.
+
+        `tunings`: of the rules that it may choose. `num_prefix`: number of tokens of the prefix, whose KV the workers
+        have in memory. Requires a machine profile. Chunks of the remote tier are fetched whole, onto the disk, before
+        workers read them.
         """
         assert self.machine is not None
-        # Entries of the remote tier have been fetched to the disk already.
-        variants = [run.variant for run in stored if run.variant is not None]
-        to_load = sum(variant.nbytes for variant in variants if variant.key not in self._held)
-        num_stored = num_prefix + sum(run.num_tokens for run in stored)
-        decision = decide_reuse(
-            self.machine, r_star, num_tokens, num_stored, {"disk": to_load}, probes_before_selection
-        )
+        speeds = tier_speeds(self.machine, self._store.read_speeds if self._store is not None else {})
+        if "remote" in speeds:
+            speeds["remote"] = speeds["remote"]._replace(overlaps=False)
+        rules = [
+            RuleChoice(each.rule, each.recompute_ratio, find_rule(each.rule).probes_before_selection)
+            for each in tunings
+        ]
+        decision = decide_reuse(self.machine, rules, num_tokens, num_prefix, chunks, speeds)
         if decision.fallback_reason and not self._has_refused:
             log.warning(
-                "stored KV is not used: %s. A faster disk would help; compare: ragblend plan", decision.fallback_reason
+                "stored KV is not used: %s. A faster tier would help; compare: ragblend plan", decision.fallback_reason
             )
             self._has_refused = True
         return decision

@@ -35,11 +35,21 @@ NUM_LOOKUPS = 4  # lookups that run at the same time
 _NAMESPACES_OPEN = 64  # token indexes in memory; every cache salt that a client chooses is a separate namespace
 
 
+class MissingVariants(NamedTuple):
+    """Keys of a run's variants that this machine does not have, and that are better than the best one it has.
+
+    `is_local`: this machine has a variant.
+    """
+
+    keys: tuple[str, ...]
+    is_local: bool
+
+
 class LookupResult(NamedTuple):
     """The result of looking up a prompt's chunks."""
 
     runs: tuple[ChunkRun, ...]  # those whose chunk is stored have its best stored variant
-    missing: tuple[str, ...] = ()  # keys of entries that this machine does not have, but the remote tier may have
+    missing: tuple[MissingVariants, ...] = ()  # of each run; () if the remote tier is not asked
     match_s: float = 0.0  # seconds that matching the prompt took
     turn_ends: tuple[int, ...] = ()  # positions at which the prompt's turns end; () if no chunk is stored
 
@@ -84,9 +94,8 @@ class ChunkLookup:
         """Start the lookup of the prompt `ids`, and return the future of its result.
 
         `runs`: the runs that an earlier lookup of the prompt has found; None for the first lookup. With `asks_remote`,
-        the result's `missing` has the keys of a chunk's variants that are better than its best one on this machine. If
-        this machine has none, these are all variants. The remote tier may have them. If `missing` is not empty, no run
-        has a variant. Fetch the missing ones, and start the lookup again with `asks_remote=False`.
+        the result's `missing` has the variants that the remote tier may have and that would be used. If it is not
+        empty, no run has a variant. Fetch the missing ones, and start the lookup again with `asks_remote=False`.
         """
         return self._pool.submit(self._find, ids, params, runs, asks_remote)
 
@@ -161,15 +170,15 @@ class ChunkLookup:
             for run, key_of in zip(runs, keys, strict=True)
         ]
 
-    def _missing(self, candidates: Sequence[tuple[ChunkRun, list[Variant]]]) -> tuple[str, ...]:
-        """Return the keys that are better than the best key whose entry is on this machine."""
-        missing: dict[str, None] = {}
+    def _missing(self, candidates: Sequence[tuple[ChunkRun, list[Variant]]]) -> tuple[MissingVariants, ...]:
+        """Return the variants of each run that are better than the best on this machine; () if no run has one."""
+        missing = []
         for _, variants in candidates:
-            for variant in variants:
-                if self._disk.contains(variant.key):
-                    break
-                missing[variant.key] = None
-        return tuple(missing)
+            is_stored = [self._disk.contains(variant.key) for variant in variants]
+            num_better = is_stored.index(True) if True in is_stored else len(variants)
+            keys = tuple(variant.key for variant in variants[:num_better])
+            missing.append(MissingVariants(keys, num_better < len(variants)))
+        return tuple(missing) if any(each.keys for each in missing) else ()
 
     def _with_stored_variant(self, run: ChunkRun, variants: Sequence[Variant]) -> ChunkRun:
         """Return the run with the best variant that is on this machine; the run as it is if none is."""

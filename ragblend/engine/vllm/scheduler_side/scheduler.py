@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ragblend.engine.fusion.check_layers import schedule_check_layers
-from ragblend.engine.fusion.rules import CHECK_LAYER, find_rule
+from ragblend.engine.fusion.rules import CHECK_LAYER, NO_PROBE_RULE, find_rule
 from ragblend.engine.namespaces import salted_namespace, vllm_cache_salt
 from ragblend.engine.report import BlendReport, ChunkReport, merge_runs_by_chunk
 from ragblend.engine.store.disk import DiskStore
@@ -24,6 +24,7 @@ from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tombstones import FIRST_POLL_TIMEOUT_S
 from ragblend.engine.transformers.model import load_tokenizer
 from ragblend.engine.tuning.calibration import CalibrationCache, RequestTuning
+from ragblend.engine.tuning.loading_controller import LoadableChunk, ReuseDecision
 from ragblend.engine.tuning.machine import read_machine_profile
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.jobs import BlendJob, BlendTurn, Refined, RefineJob
@@ -39,7 +40,7 @@ from ragblend.engine.vllm.scheduler_side.fetch import PendingFetch, RemoteFetche
 from ragblend.engine.vllm.scheduler_side.loading import LoadingController, MemoryTierDelta, machine_facts_of
 from ragblend.engine.vllm.scheduler_side.lookup import PATIENCE_S, ChunkLookup, LookupResult
 from ragblend.engine.vllm.scheduler_side.refinement import refine_job
-from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns
+from ragblend.engine.vllm.scheduler_side.turns import hide_blocks, separate_blended_blocks, split_by_turns, with_runs
 from ragblend.engine.vllm.support import model_fingerprint, model_kv_spec, vllm_model_options
 from ragblend.engine.vllm.worker_side.worker import IDLE_PATIENCE_S
 from ragblend.errors import RagblendError, UsageError
@@ -70,6 +71,7 @@ class _RequestState:
     pending_fetch: PendingFetch | None = None  # from the remote tier; a second lookup follows it
     waited_s: float = 0.0  # for the fetch
     tuning: RequestTuning | None = None  # None before the lookup; with `adapts_ratio`, its ratio is still to be chosen
+    no_probe: RequestTuning | None = None  # rule "auto": the tuning of the rule without a query probe
     is_new: bool = True  # the scheduler has not waited for its lookup yet
     is_ours: bool = True  # it has parameters, or its prompt has runs of chunks
     is_separated: bool = False  # vLLM's prefix cache shares its blocks only with prompts whose blocks have the same KV
@@ -127,7 +129,7 @@ class BlendScheduler:
         self._check_rule(BlendParams(**config.selection.selection))
         hardware = machine_facts_of(vllm_config)
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
-        self.loading = LoadingController(machine)
+        self.loading = LoadingController(machine, self.store)
         self._filling: set[str] = set()  # requests whose context the workers fill
         self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, self._load_renderer(model))
         self._cache_config = vllm_config.cache_config
@@ -265,6 +267,8 @@ class BlendScheduler:
             report.charged_budget = report.charged_budget_32 = 1.0
         adapts_ratio = blends and tuning.adapts_ratio and self.loading.machine is not None
         state.report, state.tuning = report, tuning._replace(adapts_ratio=adapts_ratio)
+        if adapts_ratio and rule == "auto":
+            state.no_probe = self._calibrations.resolve_tuning(prefix_ids, NO_PROBE_RULE, None)
 
     def _start_lookup(self, request: Any, state: _RequestState, *, asks_remote: bool) -> None:
         ids, params = request.prompt_token_ids, state.params
@@ -287,11 +291,45 @@ class BlendScheduler:
             if state.runs is None:
                 self._take_runs(request, state, result)
             if result.missing and self._fetch is not None:
-                state.pending_fetch = self._fetch.start(result.missing)
-                return False
+                return self._start_fetch(request, state, result, self._fetch)
             if result.runs:
                 self._plan_fill(request, state, result)
         return True
+
+    def _start_fetch(self, request: Any, state: _RequestState, found: LookupResult, fetch: RemoteFetcher) -> bool:
+        """Fetch the variants that may be in the remote tier, and wait for those that are worth it.
+
+        Return True if the request is left to vLLM, because full prefill is faster.
+        """
+        used: Sequence[int] = range(len(found.runs))
+        if state.adapts_ratio:
+            chunks = self.loading.fetchable_chunks(found.runs, found.missing)
+            decision = self._decide(request, found.runs, state, chunks)
+            used = decision.used
+            if len(used) < len(chunks):
+                state.report.decision = decision.describe(len(chunks))
+            if decision.fallback_reason:
+                self._refuse(state, decision.fallback_reason)
+        later = [key for at, each in enumerate(found.missing) if at not in used for key in each.keys]
+        if later:
+            fetch.start(later)  # for later requests
+        if state.report.refused_reason:
+            return True
+        state.pending_fetch = fetch.start([key for at in used for key in found.missing[at].keys])
+        return False
+
+    def _decide(
+        self, request: Any, runs: Sequence[ChunkRun], state: _RequestState, chunks: Sequence[LoadableChunk]
+    ) -> ReuseDecision:
+        """Return the loading controller's decision on a request."""
+        tunings = [each for each in (state.tuning, state.no_probe) if each is not None]
+        return self.loading.decide(tunings, len(request.prompt_token_ids), runs[0].start, chunks)
+
+    def _refuse(self, state: _RequestState, reason: str) -> None:
+        """Leave a request to vLLM, because full prefill is faster."""
+        state.report = _as_prefill(state.report, reason)
+        state.turns, state.end = (), 0
+        self.metrics.add(refused_requests=1)
 
     def _take_runs(self, request: Any, state: _RequestState, result: LookupResult) -> None:
         """Record the runs in a request's prompt. Without runs or parameters, the request is left to vLLM."""
@@ -321,8 +359,7 @@ class BlendScheduler:
         state.num_missing = sum(run.variant is None for run in runs)
         num_stored = sum(run.num_tokens for run in runs if run.variant is not None)
         if state.params.mode == "blend" and (reason := state.params.refusal(num_stored)):
-            state.report = _as_prefill(state.report, reason)
-            self.metrics.add(refused_requests=1)
+            self._refuse(state, reason)
             return
         state.turns = split_by_turns(runs, result.turn_ends)
         state.end = state.turns[-1].fused_end if state.turns else 0
@@ -360,23 +397,28 @@ class BlendScheduler:
         state.is_filled = True
         self.metrics.add(reused_tokens=num_cached)
 
-    def _adapt_ratio(self, request: Any, state: _RequestState) -> None:
-        """Set the ratio that the loading controller chooses, or leave the request to vLLM if full prefill is faster."""
+    def _adapt(self, request: Any, state: _RequestState) -> None:
+        """Set rule, ratio and chunks that the loading controller chooses, or leave the request to vLLM."""
         tuning = state.tuning
         assert tuning is not None
         assert state.runs
-        num_tokens, num_prefix = len(request.prompt_token_ids), state.runs[0].start
-        probes_first = find_rule(tuning.rule).probes_before_selection
-        decision = self.loading.decide(tuning.recompute_ratio, num_tokens, num_prefix, state.stored, probes_first)
-        state.tuning = tuning._replace(recompute_ratio=decision.ratio, adapts_ratio=False)
+        stored = state.stored
+        decision = self._decide(request, state.runs, state, self.loading.stored_chunks(stored))
         if decision.fallback_reason:
-            state.report = _as_prefill(state.report, decision.fallback_reason)
-            state.turns, state.end = (), 0
-            self.metrics.add(refused_requests=1)
+            self._refuse(state, decision.fallback_reason)
             return
-        state.report.recompute_ratio = decision.ratio
+        state.report.decision = state.report.decision or decision.describe(len(stored))
+        if state.no_probe is not None and decision.rule == state.no_probe.rule:
+            tuning = state.no_probe
+        state.tuning = tuning = tuning._replace(recompute_ratio=decision.ratio, adapts_ratio=False)
+        state.report.rule, state.report.recompute_ratio = decision.rule, decision.ratio
         if tuning.fit is not None:
             tuning.fit.predict(state.report, decision.ratio)
+        unused = {stored[at].start for at in range(len(stored)) if at not in decision.used}
+        # vLLM computes them as it computes chunks that are not stored.
+        state.runs = tuple(replace(run, variant=None) if run.start in unused else run for run in state.runs)
+        state.turns = with_runs(state.turns, state.runs)
+        state.end = state.turns[-1].fused_end
         self._separate(request, state)
 
     def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -392,7 +434,7 @@ class BlendScheduler:
         if not self._is_plan_ready(request, state):
             return None, False
         if state.end and state.adapts_ratio:
-            self._adapt_ratio(request, state)
+            self._adapt(request, state)
         if state.is_separated != was_separated and (num_computed_tokens or self._num_cached(request)):
             return None, False  # vLLM found blocks by the previous hashes, and looks again at the next step
         if not state.end:
@@ -487,7 +529,7 @@ class BlendScheduler:
                 before = state.report
                 if report.rule == before.rule:  # the workers may take a rule without a probe, which was not measured
                     report.predicted_agreement, report.predicted_kl = before.predicted_agreement, before.predicted_kl
-                report.match_s = before.match_s
+                report.match_s, report.decision = before.match_s, before.decision
                 state.report, state.is_filled = report, True
                 self._note_result(state)
                 state.is_refinable = bool(state.turns and state.refine_ratio)

@@ -27,6 +27,13 @@ def split_by_turns(runs: Sequence[ChunkRun], ends: Sequence[int]) -> tuple[Blend
     return tuple(turn for turn in turns if turn.stored)
 
 
+def with_runs(turns: Sequence[BlendTurn], runs: Sequence[ChunkRun]) -> tuple[BlendTurn, ...]:
+    """Return the turns with the prompt's `runs`, of which some may have lost their variant. Turns without a stored
+    chunk are left out."""
+    changed = (turn._replace(runs=tuple(run for run in runs if turn.start <= run.start < turn.end)) for turn in turns)
+    return tuple(turn for turn in changed if turn.stored)
+
+
 def separate_blended_blocks(
     request: Any, turns: Sequence[BlendTurn], settings: tuple[object, ...], block_size: int
 ) -> None:

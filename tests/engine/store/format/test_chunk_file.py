@@ -16,12 +16,12 @@ from safetensors.torch import save
 from tier_support import as_bytes, assert_same, make_kv, make_random_kv, note_reads, run_threads
 
 from ragblend.engine.store.format import chunk_file
+from ragblend.engine.store.format.chunk_bytes import decode_chunk
 from ragblend.engine.store.format.chunk_file import (
     DiskKV,
     IncompatibleEntryError,
     SharedFile,
     UnreadableEntryError,
-    decode_chunk,
     encode_chunk,
     header_nbytes,
     write_chunk,

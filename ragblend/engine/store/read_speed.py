@@ -1,0 +1,74 @@
+"""How fast a tier's reads were: running medians, which the loading controller weighs against prefill.
+
+Numbers only; does not depend on tiers, files or servers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from statistics import median
+from time import monotonic
+
+READS_KEPT = 31
+_LONGEST_PERIOD_S = 1.0
+
+
+class ReadSpeed:
+    """Running medians of a tier's reads: bytes per second, and seconds until a request's first byte. Thread-safe.
+
+    Reads that run at the same time share the line to the tier, so the speed is that of all of them together: their
+    bytes divided by the seconds in which at least one ran.
+    """
+
+    def __init__(self) -> None:
+        self._rates = deque[float](maxlen=READS_KEPT)
+        self._latencies = deque[float](maxlen=READS_KEPT)
+        self._num_running, self._period_start_s, self._period_bytes = 0, 0.0, 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_reads(self) -> int:
+        """Number of recorded speeds, at most READS_KEPT."""
+        return len(self._rates)
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The median speed; None before the first read."""
+        with self._lock:
+            return median(self._rates) if self._rates else None
+
+    @property
+    def latency_s(self) -> float:
+        """The median seconds until the first byte; 0 if none was measured."""
+        with self._lock:
+            return median(self._latencies) if self._latencies else 0.0
+
+    def record(self, nbytes: int, seconds: float) -> None:
+        """Record a read, or several that ran one after another."""
+        if nbytes > 0 and seconds > 0:
+            with self._lock:
+                self._rates.append(nbytes / seconds)
+
+    def record_latency(self, seconds: float) -> None:
+        """Record the seconds until the first byte of a read."""
+        with self._lock:
+            self._latencies.append(seconds)
+
+    def begin(self) -> None:
+        """A read begins, perhaps beside others. `end` must follow."""
+        with self._lock:
+            if not self._num_running:
+                self._period_start_s, self._period_bytes = monotonic(), 0
+            self._num_running += 1
+
+    def end(self, nbytes: int) -> None:
+        """A read of `nbytes` bytes has ended. The speed is recorded once no other read runs, or after a second."""
+        now_s = monotonic()
+        with self._lock:
+            self._num_running -= 1
+            self._period_bytes += nbytes
+            seconds = now_s - self._period_start_s
+            if (not self._num_running or seconds > _LONGEST_PERIOD_S) and self._period_bytes and seconds > 0:
+                self._rates.append(self._period_bytes / seconds)
+                self._period_start_s, self._period_bytes = now_s, 0
