@@ -63,7 +63,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "profile": ("profile --model Qwen/Qwen3-8B --store kv/ --json",),
         "plan": (
             "plan --model Qwen/Qwen3-8B --gpu H100 --corpus 100GB --storage nvme:3.5:0.1",
-            "plan --profile machine.json --storage disk::0.08 --usd-per-hour 2",
+            "plan --profile machine.json --storage disk::0.08",
         ),
         "analyze": (
             "analyze requests.jsonl --model models/smollm2   # counts with your model",

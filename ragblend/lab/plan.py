@@ -65,7 +65,6 @@ class PromptSpec:
     chunk_tokens: int = 512
     question_tokens: int = 32
     ratio: float = DEFAULT_RATIO
-    usd_per_hour: float | None = None  # price of the machine that prefills
     probes_before_selection: bool = False  # the rule's query probe needs most layers, so little loading is hidden
 
     def __post_init__(self) -> None:
@@ -74,8 +73,8 @@ class PromptSpec:
                 raise UsageError(f"{name} is {getattr(self, name)}; choose 1 or more")
         if not 0 <= self.ratio <= 1:
             raise UsageError(f"ratio is {self.ratio}; choose 0 to 1")
-        if self.question_tokens < 0 or (self.usd_per_hour is not None and self.usd_per_hour <= 0):
-            raise UsageError("a question has 0 tokens or more, and an hour of the machine costs more than 0 USD")
+        if self.question_tokens < 0:
+            raise UsageError(f"question_tokens is {self.question_tokens}; choose 0 or more")
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -191,7 +190,6 @@ def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSp
     chunk_gb = prompt.chunk_tokens * profile.bytes_per_token / GB
     saved_per_chunk_s = saved_s / prompt.num_chunks
     pays = saved_s > 0
-    month_usd = chunk_gb * storage.usd_per_gb_month
     return {
         "storage": storage.name,
         "bytes_per_s": storage.bytes_per_s,
@@ -205,13 +203,10 @@ def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSp
         ),
         "pays": pays,  # blending is faster than full prefill
         "gb_per_1000_chunks": 1000 * chunk_gb,
-        "usd_per_1000_chunks_month": 1000 * month_usd,
+        "usd_per_1000_chunks_month": 1000 * chunk_gb * storage.usd_per_gb_month,
         "saved_s": saved_s,  # per prompt, compared with full prefill
-        # Uses of a chunk that save the time of precomputing it, and uses per month that pay its storage; None: never.
+        # Uses of a chunk that save the time of precomputing it; None: never.
         "reuses_to_repay": math.ceil(profile.full_prefill_s(prompt.chunk_tokens) / saved_per_chunk_s) if pays else None,
-        "reuses_per_month": month_usd / (saved_per_chunk_s / 3600 * prompt.usd_per_hour)
-        if pays and prompt.usd_per_hour
-        else None,
     }
 
 

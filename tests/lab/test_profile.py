@@ -163,7 +163,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capsys):
     assert measured["profile_version"] == 2
     storages = ("--storage", "disk::0.08", "--storage", "ram:50:3", "--storage", "tape:0.0000001:0.001")
     command = ("plan", "--profile", str(file), *sizes)
-    assert run_command(*command, *storages, "--usd-per-hour", "2", "--json") == 0
+    assert run_command(*command, *storages, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     by_name = {option["storage"]: option for option in plan["options"]}
     assert plan["schema_version"] == 1

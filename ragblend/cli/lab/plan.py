@@ -106,10 +106,6 @@ def plan(
     rule: Annotated[
         str, typer.Option("--rule", help="Selection rule. A rule with a query probe waits for most of the KV.")
     ] = default_of(GenerationOptions, "rule"),
-    usd_per_hour: Annotated[
-        float | None,
-        typer.Option("--usd-per-hour", help="Price of the machine that prefills, for the break-even."),
-    ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Plan the store: its size, what fits where, times and prices.
@@ -157,7 +153,6 @@ def plan(
         chunks,
         chunk_tokens,
         ratio=found.ratio if recompute_ratio is None else recompute_ratio,
-        usd_per_hour=usd_per_hour,
         probes_before_selection=found.probes_before_selection,
     )
     store = describe_store(sizes, measured, hardware, settings.kv_dtype, corpus, memory)
@@ -248,7 +243,6 @@ def _time_lines(plan: Mapping[str, Any]) -> list[str]:
         *_COLUMNS,
         *([] if waits else [_HIDES]),
         *_COSTS,
-        *([_USES_PER_MONTH] if need["usd_per_hour"] else []),
         *([_CORPUS_USD] if plan["corpus"] is not None else []),
     ]
     return [
@@ -305,7 +299,6 @@ _COSTS: tuple[Column, ...] = (
     ("uses to repay", ">15", lambda option: option["reuses_to_repay"] or "never"),
     ("GB/1000", ">9.2f", "gb_per_1000_chunks"), ("USD/month", ">11.4f", "usd_per_1000_chunks_month"),
 )  # fmt: skip
-_USES_PER_MONTH: Column = ("uses/month", ">12.3g", "reuses_per_month")
 _CORPUS_USD: Column = ("corpus USD", ">13,.0f", "corpus_usd_month")
 _LEGEND = (
     "GB/s: of the storage, but predicted at most what the engine reads; read: a prompt's KV; compute: recomputing and",

@@ -326,14 +326,13 @@ def test_measured_shares_take_the_place_of_the_ratio():
 def test_the_break_even_points():
     """A chunk of 500 tokens takes 0.5 s to prefill. A prompt of two takes 1 s, blended 0.1 + 0.9 x 0.15 + 0.015 s."""
     profile = machine(bytes_per_s={})
-    need = PromptSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR, usd_per_hour=3.6)
+    need = PromptSpec(num_chunks=2, chunk_tokens=500, question_tokens=0, ratio=R_STAR)
     (option,) = plan(always(profile), [Storage("ssd", 10e6, 0.1)], need)["options"]
     assert option["ttft_s"] == pytest.approx(0.15 + 0.01)
     assert option["saved_s"] == pytest.approx(0.84)
     assert option["reuses_to_repay"] == 2  # 0.5 s / 0.42 s, rounded up
-    assert option["reuses_per_month"] == pytest.approx(500 * 1000 / GB * 0.1 / (0.42 * 0.001))
     (slow,) = plan(always(profile), [Storage("tape", 0.5e6, 0.001)], need)["options"]
-    assert (slow["pays"], slow["reuses_to_repay"], slow["reuses_per_month"]) == (False, None, None)
+    assert (slow["pays"], slow["reuses_to_repay"]) == (False, None)
 
 
 def test_noise_that_makes_more_seem_faster_is_levelled_out():
@@ -383,7 +382,6 @@ def test_storages_as_they_are_typed():
         lambda: plan(always(machine()), [Storage("a", 1, 1), Storage("a", 2, 2)], PromptSpec()),
         lambda: PromptSpec(num_chunks=0),
         lambda: PromptSpec(ratio=2),
-        lambda: PromptSpec(usd_per_hour=0),
         lambda: PromptSpec(question_tokens=-1),
     ],
 )
