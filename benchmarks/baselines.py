@@ -14,8 +14,8 @@ from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import FULL, Answer, generate_answer, loss, token_log_probs
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.prompt.types import Chunk, MatchedPrompt, Part, Prompt
 
 Baseline = Literal["map_reduce", "map_rerank", "reorder"]

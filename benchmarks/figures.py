@@ -30,7 +30,6 @@ from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.output import Benchmark, Echo
 from ragblend.lab.engines import with_own_store
 from ragblend.lab.plots import Panel, plot_quality
-from ragblend.lab.quality.data import QaCase
 from ragblend.lab.quality.measures import Configuration, token_log_probs
 from ragblend.lab.quality.study import (
     QualityRecord,
@@ -38,6 +37,7 @@ from ragblend.lab.quality.study import (
     run_quality,
     table_lines,
 )
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.lab.tables import Facts
 from ragblend.prompt.types import Prompt
 
@@ -71,7 +71,7 @@ def run_figure(config: FigureConfig, on_progress: Progress = ignore_progress) ->
     """Return the JSON object of `bench quality` with one more run for each baseline."""
 
     def measure_extra(base: TransformersEngine, prompt: Prompt, case: QaCase) -> dict[Configuration, QualityRecord]:
-        return measure_baselines(base, prompt, case, config.baselines, config.answer_tokens)
+        return measure_baselines(base, prompt, case, config.baselines, case.answer_tokens(config.answer_tokens))
 
     return run_quality(config, on_progress, measure_extra)
 

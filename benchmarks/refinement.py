@@ -45,9 +45,10 @@ from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.workloads import make_prompts
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import score_fidelity, token_log_probs
 from ragblend.lab.quality.study import answer_in_full
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.prompt.types import Prompt, as_chunk
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -155,7 +156,9 @@ def answers(
             engine = with_own_store(base, system=case.system, context=context)
             for variant in chunk_variants(map(as_chunk, prompt.chunks), context):
                 engine.precompute(variant)
-            records += measure_answers(engine, prompt, case, number, split_numbers(ratios), config.answer_tokens)
+            records += measure_answers(
+                engine, prompt, case, number, split_numbers(ratios), case.answer_tokens(config.answer_tokens)
+            )
             gc.collect()  # the question's engine is a reference cycle, which holds gigabytes of KV
             facts = {
                 "command": "benchmarks.refinement answers",
