@@ -1,7 +1,7 @@
 """Refinement: how close refined answers are to full prefill, and what others wait for it.
 
     python -m benchmarks.refinement answers --model models/smollm2 --data musique --out data/results/refinement.json
-    python -m benchmarks.refinement pauses --threads 1 --out data/results/refinement-pauses.json
+    python -m benchmarks.refinement pauses --threads 1 --out FILE.json
 
 `answers` compares three kinds of runs with full prefill, over the tokens of full prefill's greedy answer: the default
 rule at its ratio, the same refined after the first token (`refine_ratio`), and one pass at the higher ratio. `--resume`
