@@ -41,7 +41,7 @@ QUESTION_TOKENS = 32
 RATIOS = (0.05, 0.15, 0.3, 0.45, 0.6)
 LOADS = (0.25, 0.5, 1.0, 1.5, 2.0)  # T_load over T_recompute at 15 %
 CHUNK_COUNTS = (3, 6, 9, 12)
-CHUNK_LENGTHS = (100, 300, 600, 900)
+CHUNK_LENGTHS = (64, 128, 256, 512)
 BATCHES = (1, 2, 4, 8)
 RULES = (PAPER.rule, "auto")
 TTFT = "time to first token, seconds"
@@ -209,9 +209,9 @@ def time_batch(engine: TransformersEngine, prompts: list[Prompt], case: ModeAndR
 
 
 FIGURES: dict[str, Figure] = {
-    "10": Figure(figure_10, {"chunk_tokens": 256}),
+    "10": Figure(figure_10, {"chunk_tokens": 128}),
     "14": Figure(figure_14, {"num_chunks": 4, "chunk_tokens": 128}),
-    "15a": Figure(figure_15a, {"chunk_tokens": 256}),
+    "15a": Figure(figure_15a, {"chunk_tokens": 128}),
     "15b": Figure(figure_15b, {}),
-    "15c": Figure(figure_15c, {"chunk_tokens": 256}),
+    "15c": Figure(figure_15c, {"chunk_tokens": 128}),
 }
