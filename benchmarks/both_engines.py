@@ -24,7 +24,8 @@ from ragblend import load_engine
 from ragblend.cli.options import split_numbers
 from ragblend.corpus.embedders import default_embedder
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
+from ragblend.lab.quality.tasks import SYSTEM
 
 
 def watch_selections() -> list[list[int]]:
@@ -59,7 +60,11 @@ def compare(config: QualityConfig, ratios: list[float], store: Path) -> list[dic
             for chunk in prompt.chunks:
                 local.precompute(chunk)
             for ratio in ratios:
-                asked = {"rule": "ask", "recompute_ratio": ratio, "max_tokens": config.answer_tokens}
+                asked = {
+                    "rule": "ask",
+                    "recompute_ratio": ratio,
+                    "max_tokens": case.answer_tokens(config.answer_tokens),
+                }
                 selections.clear()
                 vllm_answer = vllm.generate(prompt, **asked)
                 prefilled = local.prefill(local.request(prompt, **asked))

@@ -47,9 +47,10 @@ from ragblend.ingestion.contexts import chunk_variants
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import score_fidelity, token_log_probs
 from ragblend.lab.quality.study import FullPrefillReference, answer_in_full
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.prompt.render import NEUTRAL_TEXT
 from ragblend.prompt.types import Prompt, as_chunk
 
@@ -316,7 +317,7 @@ def study_questions(
             continue
         other = prompts[(number + 1) % len(prompts)]
         engine = with_own_store(base, system=case.system, context="none")
-        expected = answer_in_full(engine, prompt, case, config.answer_tokens)
+        expected = answer_in_full(engine, prompt, case, case.answer_tokens(config.answer_tokens))
         rows, facts = list[Row](), list[dict[str, Any]]()
         for context in CONTEXTS if only_contexts else CONTEXTS[:3]:
             engine = engine_with_context(base, case.system, context, prompt, other)

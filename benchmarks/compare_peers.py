@@ -34,8 +34,9 @@ from ragblend.ingestion.contexts import chunk_variants
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration, timed_prefill
+from ragblend.lab.quality.tasks import SYSTEM
 from ragblend.prompt.types import Prompt, as_chunk
 
 CONFIGURATIONS = (

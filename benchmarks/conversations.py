@@ -27,7 +27,7 @@ import typer
 from benchmarks.results import ModelOption, OutOption, ServerPython, write_result
 from benchmarks.stock_clients import Questions, ingest, served
 from ragblend.engine.vllm.client import sse_events
-from ragblend.lab.quality.data import SYSTEM
+from ragblend.lab.quality.tasks import SYSTEM
 
 NUM_TURNS = 6
 KINDS = {"same": (0,), "new": tuple(range(NUM_TURNS)), "mixed": (0, 2, 4)}

@@ -67,7 +67,9 @@ from ragblend.corpus.embedders import HashingEmbedder
 from ragblend.engine.api import Engine, Stream
 from ragblend.engine.load import load_engine
 from ragblend.frameworks.model import Request
-from ragblend.lab.quality.data import QaCase, find_data, read_cases
+from ragblend.lab.quality.data import find_data
+from ragblend.lab.quality.records import read_cases
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.llamaindex import BlendIngestion, BlendSynthesizer
 from ragblend.llamaindex import BlendLLM as LlamaBlend
 from ragblend.llm import ChatBlend

@@ -28,7 +28,8 @@ from benchmarks.results import OutOption, write_result
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
 from ragblend.engine.matching import find_runs_of
-from ragblend.lab.quality.data import find_data, read_cases
+from ragblend.lab.quality.data import find_data
+from ragblend.lab.quality.records import read_cases
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.token_index import TokenIndex
 from ragblend.prompt.types import Prompt

@@ -36,9 +36,10 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.plots import plot_quality
-from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import FULL, REUSE, Configuration
 from ragblend.lab.quality.study import QualityRecord, measure_prompt, run_label, summarize
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.prompt.types import Prompt
 
 MODEL = "Qwen/Qwen2.5-Coder-1.5B-Instruct"
@@ -198,7 +199,9 @@ def main(
             if (task, case.question) in known:
                 continue
             add_control_rules([run.start for run in base.request(prompt).prompt.runs])
-            records, num_tokens = measure_prompt(base, prompt, case, study_configurations(), config.answer_tokens)
+            records, num_tokens = measure_prompt(
+                base, prompt, case, study_configurations(), case.answer_tokens(config.answer_tokens)
+            )
             rows = [{**each._asdict(), **record._asdict()} for each, record in records.items()]
             done.append({"task": task, "question": case.question, "prompt_tokens": num_tokens, "rows": rows})
             if out is not None:

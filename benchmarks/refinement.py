@@ -1,8 +1,8 @@
 """Refinement: how close refined answers are to full prefill, and what others wait for it.
 
     python -m benchmarks.refinement answers --model models/smollm2 --data musique --out data/results/refinement.json
-    python -m benchmarks.refinement pauses --threads 1 --out data/results/refinement-pauses.json
-    python -m benchmarks.refinement pauses --backend vllm --threads 1 --out data/results/refinement-pauses-vllm.json
+    python -m benchmarks.refinement pauses --threads 1 --out FILE.json
+    python -m benchmarks.refinement pauses --backend vllm --threads 1 --out FILE.json
 
 `answers` compares three kinds of runs with full prefill, over the tokens of full prefill's greedy answer: the default
 rule at its ratio, the same refined after the first token (`refine_ratio`), and one pass at the higher ratio. `--resume`
@@ -50,9 +50,10 @@ from ragblend.lab.bench.common.shapes import SHAPES
 from ragblend.lab.bench.common.workloads import make_prompts, vocab_size
 from ragblend.lab.bench.ttft_vllm import open_vllm
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import score_fidelity, token_log_probs
 from ragblend.lab.quality.study import answer_in_full
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.prompt.types import Prompt, as_chunk
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -160,7 +161,9 @@ def answers(
             engine = with_own_store(base, system=case.system, context=context)
             for variant in chunk_variants(map(as_chunk, prompt.chunks), context):
                 engine.precompute(variant)
-            records += measure_answers(engine, prompt, case, number, split_numbers(ratios), config.answer_tokens)
+            records += measure_answers(
+                engine, prompt, case, number, split_numbers(ratios), case.answer_tokens(config.answer_tokens)
+            )
             gc.collect()  # the question's engine is a reference cycle, which holds gigabytes of KV
             facts = {
                 "command": "benchmarks.refinement answers",

@@ -33,7 +33,9 @@ from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.intervals import mean_interval
-from ragblend.lab.quality.data import QaCase, find_data, get_dataset_split, read_cases
+from ragblend.lab.quality.data import find_data, get_dataset_split
+from ragblend.lab.quality.records import read_cases
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.prompt import token_index
 from ragblend.prompt.types import ChunkRun, Prompt
 

@@ -31,7 +31,8 @@ from ragblend.ingestion.report import ignore_progress
 from ragblend.ingestion.self_calibration import calibrate_on_chunks, make_prompts
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import SYSTEM, load_cases
+from ragblend.lab.quality.data import load_cases
+from ragblend.lab.quality.tasks import SYSTEM
 from ragblend.prompt.types import Chunk
 
 

@@ -35,7 +35,8 @@ from ragblend.chunker import split
 from ragblend.corpus.documents import Document
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.data import SYSTEM, load_cases
+from ragblend.lab.quality.data import load_cases
+from ragblend.lab.quality.tasks import SYSTEM
 
 ANSWER_TOKENS = 16
 TEMPLATE = "{context}\n\n" + SYSTEM + "\n\n{question}"

@@ -30,7 +30,7 @@ CORPUS = "corpus"  # the records' folder
 CHUNK_TOKENS = 112  # fits a title and one paragraph of 64 to 96 tokens, not two
 RETRIEVAL: dict[str, Any] = {"k": 2, "neighbours": 2, "order": "document"}
 """Paragraphs with those around them, in reading order, so that the prompt contains what "the company" refers to: all
-gold sentences of 90 % of the questions (data/results/quality-corpus-hashing.json)."""
+gold sentences of 90 % of the questions (`tests/demo/test_show.py`)."""
 EMBEDDER = "hashing"  # by words, because a sentence encoder does not distinguish made-up names
 NUM_QUESTIONS, NUM_SHOWN = 30, 4
 EXAMPLE_KINDS = (*REFERENCE_KINDS, "comparison")

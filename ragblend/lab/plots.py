@@ -109,16 +109,14 @@ _PLACES = {"charged_budget_32": "charged budget at 32 layers", "ttft_s": "time t
 
 
 def plot_quality(facts: Facts, path: Path, panels: Sequence[Panel] = QUALITY_PANELS) -> None:
-    """Write the `panels` of `bench quality` over all questions. A panel whose values are all None is left out.
+    """Write the `panels` of `bench quality` over all questions.
 
     Each panel has a line per mode, rule and context policy, with bars for 95 % intervals.
     """
     runs = [run for run in facts["runs"] if run["kind"] == "all"]
-    # ROUGE-L needs its package.
-    measured = [panel for panel in panels if any(run[panel[1]] is not None for run in runs)]
     title = f"{workload_title(facts)}, {facts['config']['data']}, {runs[0]['num_questions']} questions"
-    with figure_file(path, 4.5 * len(measured), 4.6, title) as figure:
-        for axes, panel in zip(figure.subplots(1, len(measured)), measured, strict=True):
+    with figure_file(path, 4.5 * len(panels), 4.6, title) as figure:
+        for axes, panel in zip(figure.subplots(1, len(panels)), panels, strict=True):
             plot_panel(axes, panel, runs)
 
 

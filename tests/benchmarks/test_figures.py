@@ -1,232 +1,179 @@
-"""Baselines: each asks the prompts that it says, is charged and timed for all of them, and stands beside blending."""
+"""The CacheBlend paper's figures: their deviations are those of the model's own attention, and each can be drawn."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from itertools import product
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.baselines import (
-    BASELINES,
-    INSTRUCTION,
-    SUMMARY_TOKENS,
-    Asked,
-    ask_baseline,
-    confidence,
-    map_reduce,
-    map_rerank,
-    reordered,
-)
-from benchmarks.figures import PANELS, FigureConfig, app, measure_baselines, run_figure
-from ragblend.corpus.embedders import HashingEmbedder
-from ragblend.engine.load import load_engine
-from ragblend.engine.report import BlendReport
+from benchmarks.figures import times
+from benchmarks.figures.__main__ import FIGURES, NAMES, app, measure_figure
+from benchmarks.figures.attention import FORWARD_TOKENS, Study, attention_matrices
+from benchmarks.figures.panels import draw_figure, table_lines
+from benchmarks.figures.workload import PAPER, Workload, compared, label_of, open_engine, questions_of
 from ragblend.errors import UsageError
-from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.plots import plot_panel
-from ragblend.lab.quality.data import QaCase, build_prompt, demo_cases
-from ragblend.lab.quality.measures import FULL, Answer
-from ragblend.lab.quality.study import measure_prompt, run_quality, table_lines
-from ragblend.prompt.types import MatchedPrompt, Part, Prompt
+from ragblend.lab.quality.measures import FULL, REUSE
+from ragblend.lab.quality.study import run_quality
+from ragblend.lab.tables import Facts
 
-CONFIG = QualityConfig(num_questions=28)
-TOKENS = CONFIG.answer_tokens
-ONE_HOP = "In which city was Otto Sutton born?"
+SMALL = {"num_questions": 2, "num_chunks": 4, "chunk_tokens": 64}
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with load_engine("demo", dtype="float32", on_miss="inline") as found, torch.inference_mode():
-        yield found
+@cache
+def measured(name: str) -> Facts:
+    """Figure `name` on the embedded model, with two questions or small prompts."""
+    return measure_figure(name, model="demo", **SMALL)
 
 
 @pytest.fixture(scope="module")
-def case():
-    return next(case for case in demo_cases(CONFIG) if ONE_HOP in case.question)
+def study():
+    work = Workload(model="demo", **SMALL)
+    with open_engine(work) as base:
+        yield Study(base, questions_of(work, base)[0])
 
 
-@pytest.fixture
-def prompt(engine, case):
-    return build_prompt(case, engine, HashingEmbedder(), CONFIG)
+def series(facts: Facts, panel: int = 0) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = facts["panels"][panel]["series"]
+    return found
 
 
-@pytest.fixture(scope="module")
-def result():
-    return run_figure(FigureConfig(num_questions=3, rules=("cacheblend",), ratios=(0.15,), embedder="hashing"))
+# -- deviations
 
 
-# -- what is asked
+def test_forward_attention_is_the_model_s_own_eager_attention(study):
+    model = study.base.layers.model
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        seen = model(torch.tensor([study.prompt.token_ids]), output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    expected = torch.stack([layer[0].mean(0)[-FORWARD_TOKENS:] for layer in seen])
+    torch.testing.assert_close(study.forward_attention(study.full), expected, atol=1e-5, rtol=0)
 
 
-def test_map_rerank_answers_from_the_chunk_that_has_the_fact(engine, case, prompt):
-    last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
-    (chosen,) = (run.chunk.text for run in last.prompt.runs)
-    assert last.answer.text == case.answers[0]
-    assert case.answers[0] in chosen
-    assert chosen != prompt.chunks[0].text  # not the first for want of a reason
-    alone = {
-        chunk.text: engine.generate(Prompt([chunk], case.question, case.system), mode="full", max_tokens=TOKENS)
-        for chunk in prompt.chunks
-    }
-    assert last.answer.text == alone[chosen].text
-    assert len({each.text for each in alone.values()}) > 1
+def test_full_prefill_deviates_by_nothing_and_so_does_restoring_every_token(study):
+    assert study.attention_deviation(study.full) < 1e-5
+    scores = study.kv_deviation(study.stale)
+    assert study.attention_deviation(study.restored(scores, 1.0)) < 1e-3  # separators between chunks stay
+    assert study.kv_deviation(study.prefill(FULL)).max() < 1e-4
+    assert scores[0].max() < 1e-4  # keys and values of layer 0 depend on the token alone
+    assert study.attention_deviation(study.prefill(REUSE)) > 0.05
 
 
-def test_confidence_is_the_mean_log_probability_of_the_model_itself(engine, case, prompt):
-    last = ask_baseline("map_rerank", engine, prompt, case, TOKENS)
-    ids, answered = last.prompt.token_ids, [*last.answer.token_ids]
-    logits = engine.layers.model(torch.tensor([[*ids, *answered]])).logits[0].double().log_softmax(-1)
-    expected = [float(logits[len(ids) - 1 + place, token]) for place, token in enumerate(answered)]
-    assert last.answer.ended
-    assert confidence(engine, last) == pytest.approx(sum(expected) / len(expected), abs=1e-4)
+def test_full_reuse_has_no_attention_between_chunks(study):
+    full, reuse = attention_matrices(study)
+    torch.testing.assert_close(full.sum(dim=1), torch.ones(len(full)), atol=1e-3, rtol=0)
+    torch.testing.assert_close(reuse.sum(dim=1), torch.ones(len(full)), atol=1e-3, rtol=0)
+    chunks = range(1, len(full) - 1)
+    assert all(float(reuse[row, column]) == 0 for row in chunks for column in chunks if row != column)
+    assert all(float(full[row, 1:row].sum()) > 0.01 for row in chunks if row > 1)
+    torch.testing.assert_close(full[1], reuse[1], atol=1e-3, rtol=0)  # the first chunk is exact
 
 
-def test_map_reduce_asks_the_question_over_the_answers_per_chunk(engine, case, prompt):
-    instruction = INSTRUCTION.format(question=case.question)
-    said = [
-        engine.generate(Prompt([chunk], instruction), mode="full", max_tokens=SUMMARY_TOKENS).text.strip()
-        for chunk in prompt.chunks
-    ]
-    last = ask_baseline("map_reduce", engine, prompt, case, TOKENS)
-    over = Prompt([text for text in said if text], case.question)
-    assert last.prompt.token_ids == engine.renderer.render(over)
-    assert last.answer.text == engine.generate(over, mode="full", max_tokens=TOKENS).text
+def test_known_deviation_restores_more_attention_than_random_tokens():
+    lines = series(measured("6"))
+    known, chance = dict(lines["highest KV deviation, known"]), dict(lines["random tokens"])
+    assert list(known.values()) == sorted(known.values(), reverse=True)
+    assert known[0.0] == chance[0.0] == dict(lines["cacheblend"])[0.0]
+    assert known[0.15] < chance[0.15]
 
 
-def test_reordered_prompts_keep_their_chunks_and_ratio_one_is_exact(engine, case, prompt):
-    chunks = list(prompt.chunks)
-    assert reordered(chunks) != chunks
-    assert sorted(chunk.text for chunk in reordered(chunks)) == sorted(chunk.text for chunk in chunks)
-    assert reordered(chunks[::-1]) == reordered(chunks)
-    assert reordered(chunks[2:]) == [chunk for chunk in reordered(chunks) if chunk in chunks[2:]]
-    canonical = Prompt(reordered(chunks), case.question, case.system)
-    full = measure_prompt(engine, canonical, case, [FULL], TOKENS)[0][FULL]
-    (there,) = measure_baselines(engine, canonical, case, ["reorder"], TOKENS).values()
-    assert (there.first_token_kl, there.answer_kl, there.agreement) == (0.0, 0.0, 1.0)
-    assert there.gold_loss == full.gold_loss
-    (moved,) = measure_baselines(engine, prompt, case, ["reorder"], TOKENS).values()
-    assert moved.first_token_kl > 0  # of the order, as asked: full prefill of both
-    assert moved.gold_loss == full.gold_loss
+def test_the_distribution_of_deviations_covers_all_tokens():
+    facts = measured("7")
+    for points in series(facts).values():
+        assert [y for _, y in points] == pytest.approx([n / 20 for n in range(21)], abs=1e-4)
+        assert [x for x, _ in points] == sorted(x for x, _ in points)
+    for points in series(facts, 1).values():
+        assert points[-1] == [1.0, 1.0]
+        assert all(y >= x for x, y in points)  # the highest come first
 
 
-# -- what it costs
+def test_rank_correlations_are_between_neighbouring_layers():
+    (points,) = series(measured("8")).values()
+    assert [layer for layer, _ in points] == [1, 2, 3]  # of 5 layers, without the exact first one
+    assert all(0.3 < value <= 1 for _, value in points)
 
 
-def test_every_prompt_that_a_baseline_prefills_is_charged(engine, case, prompt):
-    def count(chunks: Sequence[Part], question: str) -> int:
-        return len(engine.renderer.render(Prompt(chunks, question, case.system)))
-
-    asked = count(prompt.chunks, case.question)
-    alone = sum(count([chunk], case.question) for chunk in prompt.chunks)
-    mapped = sum(count([chunk], INSTRUCTION.format(question=case.question)) for chunk in prompt.chunks)
-    found = {name: ask_baseline(name, engine, prompt, case, TOKENS) for name in BASELINES}
-    charged = {name: last.answer.report.charged_budget for name, last in found.items()}
-    assert charged["reorder"] == 1.0
-    assert charged["map_rerank"] == pytest.approx(alone / asked)
-    assert charged["map_reduce"] == pytest.approx((mapped + found["map_reduce"].prompt.num_tokens) / asked)
-    assert all(last.answer.report.charged_budget_32 == charged[name] for name, last in found.items())
+# -- quality
 
 
-def scripted(texts: Sequence[str]) -> tuple[list[tuple[tuple[Part, ...], str]], Any]:
-    """What is asked, and an Ask that answers with `texts` in turn: 1 s to prefill, 3 s with decoding."""
-    asked: list[tuple[tuple[Part, ...], str]] = []
-
-    def ask(chunks: Sequence[Part], question: str, system: str | None, max_tokens: int) -> Asked:
-        text = texts[len(asked)]
-        asked.append((tuple(chunks), question))
-        found = Answer(text, True, torch.zeros(1), BlendReport("full"), (0,), None, ttft_s=1.0)
-        return Asked(found, MatchedPrompt([]), 3.0)
-
-    return asked, ask
-
-
-def test_the_first_token_waits_for_all_that_runs_before_it():
-    case = QaCase("Who?", ("Ada",), ())
-    asked, ask = scripted(["one", " ", "three", "Ada"])
-    last = map_reduce(ask, ["a", "b", "c"], case, TOKENS)
-    assert (last.answer.text, last.answer.ttft_s) == ("Ada", 3 * 3.0 + 1.0)
-    assert asked[-1] == (("one", "three"), "Who?")  # the answer about the second chunk is blank
-    asked, ask = scripted(["Bob", "Ada", "Eve"])
-    last = map_rerank(ask, ["a", "b", "c"], case, TOKENS, lambda each: -len(asked) + (each.answer.text == "Ada"))
-    assert (last.answer.text, last.answer.ttft_s) == ("Ada", 3 * 3.0)  # decoding, too: only then it is known
-    assert asked == [((chunk,), "Who?") for chunk in "abc"]
-    tied = map_rerank(scripted(["Bob", "Ada"])[1], ["a", "b"], case, TOKENS, lambda each: 0.0)
-    assert tied.answer.text == "Bob"
+def test_quality_over_ttft_is_what_bench_quality_finds():
+    work = Workload(model="demo", **SMALL)
+    facts = measured("12")
+    with open_engine(work) as base:
+        labels = [label_of(each) for each in compared(base)]
+    assert list(series(facts)) == labels
+    runs = run_quality(work.config)["runs"]
+    alone = {(run["mode"], run["rule"], run["ratio"]): run for run in runs if run["kind"] == "all"}
+    for panel, name in enumerate(("token_f1", "gold_loss")):
+        found = {label: points[0][1] for label, points in series(facts, panel).items()}
+        assert found["reuse"] == pytest.approx(alone["reuse", "none", 0.0][name], rel=1e-4)
+        assert found[label_of(PAPER)] == pytest.approx(alone[PAPER[:3]][name], rel=1e-4)
 
 
-def test_a_model_that_says_nothing_of_any_chunk_is_asked_without_one(engine, case, prompt, monkeypatch):
-    monkeypatch.setattr(type(engine.renderer), "decode", lambda self, ids: "")
-    (found,) = measure_baselines(engine, prompt, case, ["map_reduce"], TOKENS).values()
-    assert found.first_token_kl > 0
+def test_figures_of_quality_have_the_papers_axes():
+    counts = [x for x, _ in series(measured("2"))["full"]]
+    assert counts == [2, 3, 4]
+    assert {"map_reduce", "map_rerank", "full"} < set(series(measured("13")))
+    ratios = [x for x, _ in series(measured("16"))["cacheblend"]]
+    assert (ratios[0], ratios[-2]) == (0.05, 0.18)
+    devices = measured("17")["panels"]
+    assert [panel["title"].startswith(("memory", "a device")) for panel in devices] == [True] * 3
+    assert all({"full", "prefix", "reuse"} < set(panel["series"]) for panel in devices)
 
 
-# -- beside the others
+# -- times
 
 
-def test_baselines_have_runs_and_lines_like_every_mode(result):
-    facts = result
-    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert facts["config"]["baselines"] == [*BASELINES]
-    runs = {run["mode"]: run for run in facts["runs"] if run["kind"] == "all"}
-    assert list(runs) == ["full", "prefix", "reuse", "blend", *BASELINES]
-    for name in BASELINES:
-        assert set(runs[name]) == set(runs["full"])
-        assert (runs[name]["rule"], runs[name]["ratio"], runs[name]["context"]) == ("none", 1.0, "none")
-        assert sum(line.startswith(name) for line in table_lines(result)) == 1
+def test_figures_of_time_have_every_mode(monkeypatch):
+    monkeypatch.setattr(times, "CHUNK_COUNTS", (2, 3))
+    monkeypatch.setattr(times, "CHUNK_LENGTHS", (16, 32))
+    monkeypatch.setattr(times, "BATCHES", (1, 2))
+    for name, sizes in {"15a": [2, 3], "15b": [16, 32], "15c": [1, 2]}.items():
+        facts = measure_figure(name, model="demo", **SMALL)
+        assert set(series(facts)) == {"full", "prefix", "reuse", "cacheblend 15%", "default"}
+        assert all([x for x, _ in points] == sizes for points in series(facts).values())
+        assert all(y > 0 for points in series(facts).values() for _, y in points)
 
 
-def test_what_stands_beside_them_is_what_bench_quality_finds(result):
-    alone = run_quality(QualityConfig(num_questions=3, rules=("cacheblend",), ratios=(0.15,), embedder="hashing"))
-
-    def untimed(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        kept = [run for run in runs if run["mode"] not in BASELINES]
-        return [{key: value for key, value in run.items() if key != "ttft_s"} for run in kept]
-
-    assert untimed(result["runs"]) == untimed(alone["runs"])
+def test_loading_is_compared_with_recompute_over_ratio_and_device():
+    facts = measured("10")
+    assert list(series(facts)) == ["recompute (KV in memory)", "loading alone", "both, overlapped", "full"]
+    assert [x for x, _ in series(facts, 1)["overlapped"]] == list(times.LOADS)
 
 
-def test_every_mode_and_baseline_has_a_line_over_ttft(result):
+# -- the command
+
+
+def test_the_command_has_every_figure_of_measurements_in_the_paper():
+    assert NAMES == ["2", "4", "6", "7", "8", "10", "12", "13", "14", "15a", "15b", "15c", "16", "17"]
+    assert set(NAMES) == set(FIGURES)
+    with pytest.raises(UsageError, match=r"'3'; choose from 2, 4, 6"):
+        measure_figure("3")
+
+
+def test_the_command_prints_writes_and_draws_a_figure(tmp_path):
     pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    runs = [run for run in result["runs"] if run["kind"] == "all"]
-    for panel in PANELS:
-        axes = Figure().add_subplot()
-        plot_panel(axes, panel, runs)
-        exact = set() if panel[1] == "answer_kl" else {"full", "prefix"}
-        if any(run[panel[1]] is not None for run in runs):  # ROUGE-L needs its package
-            assert set(axes.get_legend_handles_labels()[1]) == {"reuse", "cacheblend", *exact, *BASELINES}
-        fast, slow = Figure().subplots(1, 2)  # a logarithmic axis, if times are far apart
-        plot_panel(fast, panel, [{**run, "ttft_s": 1.0} for run in runs])
-        plot_panel(slow, panel, [{**run, "ttft_s": 30.0 if run["mode"] in BASELINES else 1.0} for run in runs])
-        assert (fast.get_xscale(), slow.get_xscale()) == ("linear", "log")
-
-
-def test_the_command_writes_the_object_and_draws_it(tmp_path):
-    pytest.importorskip("matplotlib")
-    files = ["--out", str(tmp_path / "found" / "figure.json"), "--plot", str(tmp_path / "figure.png")]
-    ran = CliRunner().invoke(app, ["--embedder", "hashing", "--num-questions", "2", *files])
+    files = ["--out", str(tmp_path / "found" / "8.json"), "--plot", str(tmp_path / "8.png")]
+    ran = CliRunner().invoke(app, ["8", "--num-questions", "1", "--num-chunks", "4", *files])
     assert ran.exit_code == 0, ran.output
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-    facts = json.loads((tmp_path / "found" / "figure.json").read_text())
-    assert (facts["command"], facts["figure"]) == ("benchmarks.figures", 12)
-    assert str(tmp_path) not in json.dumps(facts)
-    assert [(run["mode"], run["rule"], run["ratio"]) for run in facts["runs"] if run["kind"] == "all"] == [
-        ("full", "none", 1.0), ("prefix", "none", 0.0), ("reuse", "none", 0.0),
-        *(("blend", rule, ratio) for rule, ratio in product(("ask", "cacheblend"), (0.05, 0.15))),
-        *((name, "none", 1.0) for name in BASELINES),
-    ]  # fmt: skip
+    facts = json.loads((tmp_path / "found" / "8.json").read_text())
+    assert (facts["command"], facts["figure"], facts["config"]["num_questions"]) == ("benchmarks.figures", "8", 1)
+    assert facts["hardware"]["cpu"]
+    assert facts["seconds"] > 0
+    assert "mean correlation" in ran.stdout
+    assert (tmp_path / "8.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_unknown_baseline_is_refused_with_the_list(monkeypatch):
-    with pytest.raises(UsageError, match=r"'map_refine'; choose from map_reduce, map_rerank, reorder"):
-        FigureConfig(baselines=("map_refine",))
-    monkeypatch.setattr("benchmarks.figures.run_quality", lambda *_: pytest.fail("measured first"))
-    for options in (["--baselines", "reorder,stuff"], ["--ratios", "2"]):
-        ran = CliRunner().invoke(app, options)
-        assert isinstance(ran.exception, UsageError), ran.output
+@pytest.mark.parametrize("name", ["2", "4", "10", "13"])
+def test_every_form_of_panel_is_drawn(tmp_path, name):
+    pytest.importorskip("matplotlib")
+    facts = json.loads(json.dumps(measured(name), allow_nan=False))
+    draw_figure(facts, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    assert len(table_lines(facts)) > len(facts["panels"])

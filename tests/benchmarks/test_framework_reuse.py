@@ -4,7 +4,7 @@ import pytest
 from tiny_models import CHATML
 
 from benchmarks.framework_reuse import measure
-from ragblend.lab.quality.data import QaCase
+from ragblend.lab.quality.tasks import QaCase
 
 PASSAGES = (
     "The lighthouse on Gull Rock was built long ago. Its lamp is turned by clockwork.",

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import quoted_questions, run_rules
-from ragblend.lab.quality.data import QaCase
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.prompt import token_index
 
 PASSAGES = (

@@ -24,7 +24,8 @@ from ragblend.files.output import write_output
 from ragblend.index import SearchHit
 from ragblend.ingestion.report import IngestReport
 from ragblend.lab.plan import read_profile
-from ragblend.lab.quality.data import find_data, read_cases
+from ragblend.lab.quality.data import find_data
+from ragblend.lab.quality.records import read_cases
 from ragblend.prompt.types import Chunk
 from ragblend.server.api_keys import read_keys
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ragblend.demo.show import CORPUS, open_demo
+from ragblend.demo.show import CORPUS, RETRIEVAL, open_demo
 from ragblend.errors import StoreMismatchError
 from ragblend.index import open_index
 from ragblend.prompt.types import Chunk
@@ -22,6 +22,17 @@ def test_an_index_of_an_earlier_version_is_made_again(tmp_path):
     old_index(tmp_path, tmp_path / CORPUS / "gone.md")
     with open_demo(tmp_path) as demo:
         assert demo.report.num_documents == demo.index.num_documents > 10
+
+
+def test_the_demo_retrieves_all_gold_sentences_of_nine_questions_in_ten(tmp_path):
+    with open_demo(tmp_path) as demo:
+        asked = [question for question in demo.corpus.questions if question.gold]
+        found = 0
+        for question in asked:
+            texts = [hit.chunk.text for hit in demo.index.search(question.text, **RETRIEVAL)]
+            found += all(any(span["text"] in text for text in texts) for span in question.gold)
+    assert len(asked) > 100
+    assert found / len(asked) >= 0.9
 
 
 def test_an_index_with_documents_of_the_user_is_not_changed(tmp_path):

@@ -13,9 +13,10 @@ from ragblend import Prompt, load_engine
 from ragblend.cli.app import app
 from ragblend.corpus.embedders import MiniLMEmbedder
 from ragblend.lab.bench.common.configs import QualityConfig
-from ragblend.lab.quality.data import SYSTEM, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import Configuration
 from ragblend.lab.quality.study import measure_prompt, summarize
+from ragblend.lab.quality.tasks import SYSTEM
 
 GGUF = SMOLLM2.with_suffix(".gguf")
 ASKED = QualityConfig(model=str(SMOLLM2), data="musique", part="selection", num_questions=4)

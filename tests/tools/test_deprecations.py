@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-OURS = ["ragblend", "ragblend.engine.load", "benchmarks.figures", "tools.site", "test_index", "tiny_models"]
+OURS = ["ragblend", "ragblend.engine.load", "benchmarks.figures.__main__", "tools.site", "test_index", "tiny_models"]
 OTHERS = ["ragblender", "langchain_core.load", "faiss.swigfaiss", "conftests.more"]
 
 

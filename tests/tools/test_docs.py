@@ -50,8 +50,9 @@ def test_the_readme_is_read_in_a_few_minutes():
 def test_the_docs_are_few_pages_and_each_begins_with_its_use():
     handwritten = [page for page in PAGES if page.parent.name == "docs" and page.name != "commands.md"]
     texts = {page.name: page.read_text(encoding="utf-8") for page in handwritten}
-    assert len(texts) <= 17
-    assert sum(len(text.splitlines()) for text in texts.values()) <= 2750
+    assert len(texts) <= 18
+    # 150 lines are for paper.md: readers of the paper look for its figures and mechanisms by name, in one place.
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 2900
     assert not [name for name, text in texts.items() if not text.split("\n\n")[1].startswith("After this page")]
 
 

@@ -115,7 +115,8 @@ bench_app.command(
     "quality",
     help="""Measure, on your model and questions, how close answers from fused KV are to full prefill's, and how good.
 
-    Questions come from a file ({question, answers, passages}, JSON or JSONL; LongBench's {input, context, answers}),
-    from the checkout's data/questions (musique, nq), or from the sample corpus (demo).
+    Questions come from a file ({question, answers, passages} in JSON or JSONL, or 2WikiMQA, MuSiQue, SAMSum or
+    MultiNews in LongBench's form or the raw one), from the checkout's data/questions (musique, nq), or from the sample
+    corpus (demo).
     """,
 )(make_benchmark_command(QualityConfig, _quality))

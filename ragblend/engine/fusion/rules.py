@@ -136,7 +136,7 @@ RULES: dict[str, SelectionRule] = {
 }  # fmt: skip
 
 # On a real language model of 30 layers `ask` is the closest rule (`ragblend bench quality`,
-# data/results/closeness.json). On the embedded one of 5 layers, at DEFAULT_RATIO, it answers more questions than
+# data/results/quality-musique.json). On the embedded one of 5 layers, at DEFAULT_RATIO, it answers more questions than
 # `cacheblend` (data/results/quality-demo-selection.json).
 DEFAULT_RULE = "ask"
 # Rule for prompts whose query probe costs too much (`is_probe_worthwhile`): the closest rule without a probe, on

@@ -10,7 +10,6 @@ Read `run_quality` and `measure_prompt` first.
 from __future__ import annotations
 
 import gc
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ from ragblend.lab.bench.common.hardware import hardware_card
 from ragblend.lab.bench.common.output import Benchmark, result_facts
 from ragblend.lab.engines import with_own_store
 from ragblend.lab.plots import plot_quality
-from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import (
     FULL,
     PREFIX,
@@ -45,7 +44,6 @@ from ragblend.lab.quality.measures import (
     Configuration,
     answer_and_score,
     answer_f1,
-    best_score,
     contains_answer,
     exact_match,
     generate_answer,
@@ -54,6 +52,7 @@ from ragblend.lab.quality.measures import (
     score_fidelity,
     token_log_probs,
 )
+from ragblend.lab.quality.tasks import QaCase
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.prompt.types import MatchedPrompt, Prompt, as_chunk
 
@@ -77,7 +76,7 @@ class QualityRecord(NamedTuple):
     token_f1: float  # of the greedy answer with the best gold answer, normalized as SQuAD does
     exact_match: float
     contains_answer: float  # 1.0 if the greedy answer contains a gold one, else 0.0
-    rouge_l: float
+    rouge_l: float  # as LongBench computes it
     charged_budget: float
     charged_budget_32: float  # projected to a model with 32 layers
     ttft_s: float
@@ -122,7 +121,7 @@ def run_quality(
         for number, case in enumerate(cases):
             on_progress("questions", number, len(cases))
             prompt = build_prompt(case, base, embedder, config)
-            found, num_tokens = measure_prompt(base, prompt, case, chosen, config.answer_tokens)
+            found, num_tokens = measure_prompt(base, prompt, case, chosen, case.answer_tokens(config.answer_tokens))
             lengths.append(num_tokens)
             for each, record in {**found, **(extra_measures(base, prompt, case) if extra_measures else {})}.items():
                 records.setdefault(each, []).append(record)
@@ -181,8 +180,9 @@ class FullPrefillReference(NamedTuple):
         `scores`: the result of `token_log_probs` for the KV of `answer` and the tokens of full prefill's answer.
         """
         answer_kl, agreement = score_fidelity(scores, self.reading)
+        text = self.case.task.scored_text(answer.text)
         f1, match, contains, overlap = (
-            math.nan if (score := best_score(measure, answer.text, self.case.answers)) is None else score
+            max(measure(text, gold) for gold in self.case.answers)
             for measure in (answer_f1, exact_match, contains_answer, rouge_l)
         )
         return QualityRecord(

@@ -21,7 +21,6 @@ from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.engines import with_own_store
 from ragblend.lab.plots import QUALITY_PANELS, plot_panel
 from ragblend.lab.quality.data import (
-    SUMMARIZE,
     QaCase,
     build_prompt,
     demo_cases,
@@ -32,7 +31,6 @@ from ragblend.lab.quality.data import (
 from ragblend.lab.quality.measures import (
     answer_and_score,
     answer_f1,
-    best_score,
     contains_answer,
     exact_match,
     generate_answer,
@@ -82,18 +80,6 @@ def test_a_file_of_questions_is_read_as_an_array_or_as_lines(tmp_path):
     assert found == read_cases(tmp_path / "lines.jsonl")
     assert (found[0].answers, found[0].passages) == (("Ada", "A. Lovelace"), ("one", "two"))
     assert (found[1].answers, found[1].passages, found[1].kind) == (("Rome",), ("three",), "place")
-
-
-def test_longbench_summaries_get_a_question(tmp_path):
-    context = "Passage 1:\nOne\none.\nPassage 2:\nTwo."
-    two_wiki = {"input": "Who?", "context": context, "answers": ["x"], "dataset": "2wiki"}
-    news = {"input": "", "context": "Passage 1:\nNews.", "answers": ["short"], "dataset": "multi_news"}
-    chat = {"input": "Dialogue: A: Hi", "context": "Dialogue: B: Ho\nSummary: ...", "answers": ["greets"]}
-    (tmp_path / "l.jsonl").write_text("\n".join(map(json.dumps, (two_wiki, news, chat))))
-    asked, summary, dialogue = read_cases(tmp_path / "l.jsonl")
-    assert (asked.passages, asked.order, asked.kind) == (("One\none.", "Two."), "score", "2wiki")
-    assert (summary.question, summary.order) == (SUMMARIZE, "document")
-    assert dialogue.passages == ("Dialogue: B: Ho\nSummary: ...",)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +132,7 @@ def test_the_chunks_of_a_prompt_are_those_nearest_to_the_question(engine):
     case = QaCase("When was the bridge opened?", ("1932",), passages, order="score")
     chosen = build_prompt(case, engine, HashingEmbedder(), config).chunks
     assert next(getattr(chunk, "text", chunk) for chunk in chosen) == passages[1]
-    in_order = build_prompt(case._replace(order="document"), engine, HashingEmbedder(), config).chunks
+    in_order = build_prompt(case._replace(order="given"), engine, HashingEmbedder(), config).chunks
     assert [getattr(chunk, "text", chunk) for chunk in in_order] == [*passages[:2]]
 
 
@@ -159,8 +145,6 @@ def test_words_are_compared_as_in_squad_with_the_best_gold_answer():
     assert contains_answer("The Eiffel Tower, as it is called.", "eiffel tower") == 1.0
     assert contains_answer("Eiffel towers", "eiffel tower") == 0.0
     assert answer_f1("the Eiffel tower in Paris", "Eiffel Tower") == pytest.approx(2 / 3)
-    assert best_score(answer_f1, "Rome", ["Paris", "Rome, Italy"]) == pytest.approx(2 / 3)
-    assert best_score(rouge_l, "x", []) is None
 
 
 def test_the_loss_is_the_cross_entropy_of_the_answer():
@@ -173,7 +157,6 @@ def test_the_loss_is_the_cross_entropy_of_the_answer():
 def test_f1_counts_words_and_rouge_their_order():
     assert [answer_f1(*pair) for pair in (("blue", "not stated"), ("b d", "d b"))] == [0.0, 1.0]
     assert answer_f1("d b b", "b b c") == pytest.approx(2 / 3)
-    pytest.importorskip("rouge_score")
     assert [rouge_l(*pair) for pair in (("not stated", "not stated"), ("b a", "a b"))] == pytest.approx([1.0, 0.5])
 
 
@@ -252,7 +235,7 @@ def test_the_default_rule_is_at_least_the_papers_at_equal_ratios(result):
 def test_the_json_object_has_the_documented_keys_and_a_run_per_kind(result):
     facts = result
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert (facts["schema_version"], facts["command"], facts["model"]) == (6, "bench quality", "demo")
+    assert (facts["schema_version"], facts["command"], facts["model"]) == (7, "bench quality", "demo")
     assert (facts["config"]["data"], facts["config"]["part"]) == ("demo", "reported")
     assert all(set(run) >= RUN_KEYS for run in facts["runs"])
     kinds = list(dict.fromkeys(run["kind"] for run in facts["runs"]))

@@ -172,14 +172,14 @@ class TtftConfig(PromptConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QualityConfig(BenchConfig):
-    """Options of `bench quality`. See `quality.data` for the values of `data`."""
+    """Options of `bench quality`. `quality.records` lists the forms of a file of questions."""
 
-    schema_version: ClassVar[int] = 6
+    schema_version: ClassVar[int] = 7
 
     model: Annotated[str, Option("--model", help="'demo', a Hugging Face id or a local path.")] = "demo"
     data: Annotated[
         str,
-        Option("--data", help="Questions: FILE.json[l], musique, nq, or demo for the sample corpus."),
+        Option("--data", help="Questions: FILE, musique, nq, or demo for the sample corpus."),
     ] = "demo"
     part: Annotated[
         str | None,
@@ -190,7 +190,10 @@ class QualityConfig(BenchConfig):
     num_questions: Annotated[int, Option("--num-questions", min=1, help="Largest number of questions.")] = 40
     num_chunks: Chunks = 6
     chunk_tokens: Annotated[int, Option("--chunk-tokens", min=1, help="Largest number of tokens of a chunk.")] = 256
-    answer_tokens: int = 16  # the most of an answer
+    answer_tokens: Annotated[
+        int | None,
+        Option("--answer-tokens", min=1, help="Largest number of tokens of an answer. Default: 16, or LongBench's."),
+    ] = None
     modes: Modes = MODES
     rules: Rules = ("auto", "cacheblend")
     ratios: Annotated[tuple[float, ...], Option("--ratios", help="Recompute ratios, comma-separated.")] = (
