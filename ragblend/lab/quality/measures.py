@@ -25,7 +25,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.calibration import RequestTuning
 from ragblend.options import ContextPolicy, Mode
-from ragblend.prompt.types import MatchedPrompt
+from ragblend.prompt.types import MatchedPrompt, common_prefix_length
 
 
 class Configuration(NamedTuple):
@@ -83,24 +83,31 @@ def answer_and_score(
     """
     prefilled, ttft_s = timed_prefill(engine, request, configuration)
     seen = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
-    # If every token of that answer is the most likely one, greedy decoding returns the same answer.
-    if seen.argmax(-1).tolist() != [*full.token_ids]:
-        return decode_answer(engine, request, prefilled, ttft_s), seen
-    log_probs = prefilled.logits.double().log_softmax(-1)
-    return full._replace(log_probs=log_probs, report=prefilled.report, fused=prefilled.fused, ttft_s=ttft_s), seen
+    # Greedy decoding returns the tokens of `full` up to the first one that is not the most likely. `token_log_probs` has
+    # written their KV already, so only the tokens after it are decoded.
+    likeliest = seen.argmax(-1).tolist()
+    num_equal = common_prefix_length(likeliest, full.token_ids)
+    if num_equal == len(full.token_ids):
+        log_probs = prefilled.logits.double().log_softmax(-1)
+        return full._replace(log_probs=log_probs, report=prefilled.report, fused=prefilled.fused, ttft_s=ttft_s), seen
+    prefilled.fused.length += num_equal
+    return decode_answer(engine, request, prefilled, ttft_s, likeliest[: num_equal + 1]), seen
 
 
 def decode_answer(
-    engine: TransformersEngine, request: EngineRequest, prefilled: PrefillResult, ttft_s: float
+    engine: TransformersEngine,
+    request: EngineRequest,
+    prefilled: PrefillResult,
+    ttft_s: float,
+    first_ids: Sequence[int] = (),
 ) -> Answer:
-    """Return the greedy answer that continues a prefill."""
-    ends, logits, token_ids = engine.stop_ids, prefilled.logits, list[int]()
-    while True:
-        token_ids.append(int(logits.argmax()))
-        ended = token_ids[-1] in ends
-        if ended or len(token_ids) == request.options.max_tokens:
-            break
-        logits = engine.decode_step(token_ids[-1:], prefilled.fused)
+    """Return the greedy answer that continues a prefill.
+
+    first_ids: the answer's first tokens if they are known; the prefill's KV then has all of them but the last.
+    """
+    ends, token_ids = engine.stop_ids, [*first_ids] or [int(prefilled.logits.argmax())]
+    while not (ended := token_ids[-1] in ends) and len(token_ids) < request.options.max_tokens:
+        token_ids.append(int(engine.decode_step(token_ids[-1:], prefilled.fused).argmax()))
     text = engine.renderer.decode(token_ids[:-1] if ended else token_ids)
     log_probs = prefilled.logits.double().log_softmax(-1)
     return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused, ttft_s)
