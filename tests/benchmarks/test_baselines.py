@@ -46,7 +46,7 @@ def prompt(engine, case):
 # -- what is asked
 
 
-def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(engine, case, prompt):
+def test_map_rerank_answers_from_the_chunk_that_has_the_fact(engine, case, prompt):
     last = ask_baseline("map_rerank", engine, prompt, case)
     (chosen,) = (run.chunk.text for run in last.prompt.runs)
     assert last.answer.text == case.answers[0]
@@ -60,7 +60,7 @@ def test_map_rerank_answers_a_one_hop_question_from_the_chunk_that_says_it(engin
     assert len({each.text for each in alone.values()}) > 1
 
 
-def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(engine, case, prompt):
+def test_confidence_is_the_mean_log_probability_of_the_model_itself(engine, case, prompt):
     last = ask_baseline("map_rerank", engine, prompt, case)
     ids, answered = last.prompt.token_ids, [*last.answer.token_ids]
     logits = engine.layers.model(torch.tensor([[*ids, *answered]])).logits[0].double().log_softmax(-1)
@@ -69,7 +69,7 @@ def test_confidence_is_the_mean_log_probability_by_the_model_s_own_forward_pass(
     assert confidence(engine, last) == pytest.approx(sum(expected) / len(expected), abs=1e-4)
 
 
-def test_map_reduce_asks_the_question_over_what_the_model_says_of_each_chunk(engine, case, prompt):
+def test_map_reduce_asks_the_question_over_the_answers_per_chunk(engine, case, prompt):
     instruction = INSTRUCTION.format(question=case.question)
     said = [
         engine.generate(Prompt([chunk], instruction), mode="full", max_tokens=SUMMARY_TOKENS).text.strip()

@@ -136,7 +136,7 @@ def test_another_database_is_refused(tmp_path):
         "UPDATE sqlite_master SET name = 'teXts' WHERE name = 'texts'",
     ],
 )
-def test_a_registry_whose_version_or_table_was_changed_is_damaged_and_not_somebody_elses(damage, tmp_path):
+def test_a_ledger_whose_version_or_table_was_changed_is_damaged(damage, tmp_path):
     with Ledger(tmp_path / CATALOG_FILE) as ledger:
         ledger.add_texts({DOC: {LONG: 0}})
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as file:
@@ -177,7 +177,7 @@ def test_registry_of_a_store(tmp_path):
     assert ledger.key == tmp_path / CATALOG_FILE
 
 
-def test_what_two_processes_write_in_turns_is_kept_where_one_opened_the_file_twice(kept_place):
+def test_rows_of_two_processes_are_kept_if_one_opened_the_file_twice(kept_place):
     path = kept_place
     code = (
         "import sys; from ragblend.catalog.ledger import Ledger; from ragblend.catalog.schema import *\n"

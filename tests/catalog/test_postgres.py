@@ -235,7 +235,7 @@ def test_a_vllm_scheduler_started_during_an_outage_finds_chunks_after_it(own_ser
         assert len(lookup.candidate_keys(ids, "")) == 1
 
 
-def test_a_server_that_has_become_silent_holds_a_prompt_for_a_second_and_later_ones_not_at_all(own_server, caplog):
+def test_a_silent_server_delays_one_prompt_by_a_second(own_server, caplog):
     known = KnownChunks(Ledger(own_server.url), "t", "")
     known.add(["text"], lambda _: IDS)
     assert len(known.find_runs(IDS)) == 1
@@ -279,7 +279,7 @@ def test_who_may_not_open_it_is_told_what_to_correct(postgres):
     refused(UsageError, lambda: Ledger(postgres + "?foo=hush"), "cannot be read", "postgresql://USER")
 
 
-def test_a_user_who_may_only_read_and_a_database_without_room_are_told_apart(own_server):
+def test_errors_tell_a_read_only_user_from_a_full_database(own_server):
     ledger = Ledger(own_server.url)
     ledger.add_texts({DOC: {"text": 0}})
     execute(

@@ -9,7 +9,7 @@ def send(table: Ledger, *ids: str, namespace: str = "", text: str = "text") -> s
     return table.add_sent(namespace, [SentDocument("notes", each, "v1", {"text": text}, {}) for each in ids])[0]
 
 
-def test_documents_of_one_collection_are_next_in_the_order_in_which_they_were_sent(kept_place):
+def test_documents_of_a_collection_are_next_in_the_order_of_arrival(kept_place):
     with Ledger(kept_place) as table:
         send(table, "1", "2")
         send(table, "3", namespace="tenant")

@@ -59,7 +59,7 @@ def test_two_objects_on_one_file_see_what_the_other_adds_and_removes(kept_place)
     assert chunks_found(other, 4) == {1, 2, 3}
 
 
-def test_chunks_are_added_to_and_found_in_the_file_that_replaced_the_open_one(path):
+def test_chunks_are_found_in_the_file_that_replaced_the_open_one(path):
     known = KnownChunks(Ledger(path), "t", "")
     add(known, [0, 1])
     assert chunks_found(known, 5) == {0, 1}
@@ -128,7 +128,7 @@ def test_namespaces_and_tokenizers_are_apart(any_place):
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
-def test_all_who_use_a_file_share_one_index_and_registries_in_memory_have_their_own(kept_place):
+def test_ledgers_of_a_file_share_one_index_and_those_in_memory_none(kept_place):
     one, other = (open_known_chunks(Ledger(kept_place), "t", "") for _ in range(2))
     assert one is other
     assert one is not open_known_chunks(Ledger(kept_place), "t", "a")

@@ -39,7 +39,7 @@ def test_the_file_system_of_a_path(path, expected):
     assert parse_network_file_system(Path(path), MOUNTS) == expected
 
 
-def test_a_catalogue_in_a_file_on_one_is_refused_with_the_way_to_share_it(tmp_path, monkeypatch):
+def test_a_catalogue_file_on_a_network_disk_is_refused(tmp_path, monkeypatch):
     with Ledger(tmp_path / CATALOG_FILE) as ledger:
         ledger.add_texts({DocumentKey("notes", "1"): {"text": 0}})
     monkeypatch.setattr("ragblend.catalog.sqlite.find_network_file_system", lambda folder: "nfs4")

@@ -640,7 +640,7 @@ def test_each_change_of_documents_is_in_the_audit_log(server, caplog):
     ]
 
 
-def test_a_server_that_starts_without_its_catalogue_accepts_documents_when_it_is_back(tmp_path, monkeypatch):
+def test_a_server_started_without_its_catalogue_accepts_documents_later(tmp_path, monkeypatch):
     made, is_down = served_documents.Ledger, True
 
     def connect(place: Any) -> Any:

@@ -67,7 +67,7 @@ def remote_engine(tiny_engine, monkeypatch):
     return build
 
 
-def test_chunks_that_are_slower_to_fetch_than_to_prefill_are_not_waited_for(remote_engine):
+def test_chunks_slower_to_fetch_than_to_prefill_are_not_awaited(remote_engine):
     for engine in (remote_engine(0.1), remote_engine(1e-9, latency_s=100.0)):
         engine.values.calls.clear()
         full = engine.prefill(engine.request(PROMPT, mode="full"))

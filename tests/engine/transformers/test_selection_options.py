@@ -37,7 +37,7 @@ def test_the_report_says_how_many_tokens_each_check_layer_kept(engine):
     assert BlendReport.from_dict(json.loads(json.dumps(report.as_dict()))) == report
 
 
-def test_the_reported_ratio_is_the_mean_of_the_shares_or_what_thresholds_gave(engine):
+def test_the_reported_ratio_is_the_mean_share_or_what_thresholds_gave(engine):
     shares = {"check_layers": [1, 3], "recompute_ratios": [0.4, 0.2]}
     by_share = engine.generate(PROMPT, rule="cacheblend", max_tokens=1, **shares).report
     assert by_share.recompute_ratio == pytest.approx(0.28)  # .4 in two of five layers, .2 in three
