@@ -35,7 +35,8 @@ from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.api import Engine
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.plots import COLORS, check_plot, describe_axes, figure_file
-from ragblend.lab.quality.data import SYSTEM, load_cases
+from ragblend.lab.quality.data import load_cases
+from ragblend.lab.quality.tasks import SYSTEM
 from ragblend.options import Mode
 from ragblend.precompute import precompute_documents
 

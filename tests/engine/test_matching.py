@@ -128,7 +128,7 @@ def test_namespaces_and_tokenizers_are_apart(any_place):
     assert [chunks_found(each, 8) for each in known] == [{number + 4} for number in range(4)]
 
 
-def test_ledgers_of_a_file_share_one_index_and_those_in_memory_none(kept_place):
+def test_ledgers_of_a_file_share_one_index_and_others_do_not(kept_place):
     one, other = (open_known_chunks(Ledger(kept_place), "t", "") for _ in range(2))
     assert one is other
     assert one is not open_known_chunks(Ledger(kept_place), "t", "a")
