@@ -138,12 +138,12 @@ class DocumentRows(EntryRows):
         if facts:
             with self.write_transaction() as connection:
                 for document, each in facts.items():
-                    values, number = each._asdict(), find_number(connection, document)
-                    if number is None and any(each):
+                    values, key = each._asdict(), document.parameters()
+                    is_present = connection.execute(update(DOCUMENTS).where(OF_DOCUMENT).values(**values), key).rowcount
+                    if not is_present and any(each):
                         insert_document(connection, {**document._asdict(), **values})
-                    elif number is not None:
-                        connection.execute(update(DOCUMENTS).where(DOCUMENTS.c.number == number).values(**values))
-                        connection.execute(_REMOVE_EMPTY, {"b_number": number})
+                    elif is_present and not any(each):
+                        connection.execute(_REMOVE_EMPTY, {"b_number": find_number(connection, document)})
 
     def remove_texts(self, texts_of: Mapping[DocumentKey, Iterable[str]], namespace: str) -> list[str]:
         """Remove texts from documents. Return those that neither an index nor a document of `namespace` has any more.

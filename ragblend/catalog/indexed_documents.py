@@ -293,7 +293,8 @@ class IndexRows(DocumentRows):
     def _record_lost_texts(self, connection: Connection, source: str, text_of: Mapping[bytes, str]) -> None:
         """Record the texts that a document has lost, by their keys, and delete those that no document has."""
         # The table never reuses a number, so a reader can delete the rows it has read, and no later ones.
-        insert_rows(connection, LOST_TEXTS, ({"source": source, "text": text} for text in text_of.values()))
+        rows = ({"source": source, "text": text} for text in text_of.values() if text)  # a blank one has no entry
+        insert_rows(connection, LOST_TEXTS, rows)
         self._delete_texts_without_document(connection, text_of)
 
     # --- writing ---
