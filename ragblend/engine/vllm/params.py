@@ -28,7 +28,7 @@ from typing import Any, Literal, get_args
 from ragblend.engine.namespaces import check_namespace
 from ragblend.engine.report import BlendReport
 from ragblend.errors import UsageError
-from ragblend.option_fields import copy_option
+from ragblend.option_fields import copy_option, default_of, one_of, option
 from ragblend.options import MODES, GenerationOptions, LoadOptions, Mode, RatioChoice, SelectionOptions
 
 PARAMS_KEY = "ragblend"
@@ -48,7 +48,7 @@ VLLM_MODES: tuple[VllmMode, ...] = get_args(VllmMode)
 class BlendParams(SelectionOptions):
     """Parameters of one request, with those of SelectionOptions. Invalid values raise UsageError."""
 
-    mode: VllmMode = "blend"
+    mode: VllmMode = option(default_of(GenerationOptions, "mode"), "Mode, or ingest.", one_of(*VLLM_MODES))
     rule: str = copy_option(GenerationOptions, "rule")
     ratio: RatioChoice = copy_option(GenerationOptions, "recompute_ratio")  # None: the server's
     refine_ratio: float | None = copy_option(GenerationOptions, "refine_ratio")  # None: the server's
@@ -63,8 +63,6 @@ class BlendParams(SelectionOptions):
                 f"the version of the ragblend parameters is {_short(self.version)}, but this server reads "
                 f"{PARAMS_VERSION}; install the same release of ragblend on client and server"
             )
-        if self.mode not in VLLM_MODES:
-            raise UsageError(f"mode is {_short(self.mode)}; choose one of {', '.join(VLLM_MODES)}")
         SelectionOptions.__post_init__(self)
         if self.mode == "ingest":
             if not _is_span(self.span):
@@ -187,10 +185,5 @@ def _short(value: object) -> str:
 
 
 def _is_span(value: object) -> bool:
-    if not isinstance(value, tuple) or len(value) != 2 or not all(map(_is_int, value)):
-        return False
-    return bool(0 <= value[0] < value[1])
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    is_pair = isinstance(value, tuple) and len(value) == 2 and all(type(each) is int for each in value)
+    return is_pair and bool(0 <= value[0] < value[1])  # type: ignore[index]
