@@ -5,7 +5,7 @@
 Redis and an S3 server (moto) run on this machine, each behind a line whose speed is set so that loading takes 0.02 to 8
 times as long as full prefill. Every request finds its chunks in the remote tier alone. The three ways take turns on the
 same prompts, and each time is a stopwatch around the call for one token. "waiting" is the engine without a machine
-profile, which loads whatever is stored. The first requests at a speed are not timed: the tier measures its reads. Read
+profile, which loads all stored chunks. The first requests at a speed are not timed: the tier measures its reads. Read
 `measure_speed` first.
 """
 

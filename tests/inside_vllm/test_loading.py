@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 from harness import SMALL, connector_scheduler, connector_worker, machine, recorded_selections
+from servers import wait_until
 from slow_reads import emptied
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
+from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.engine.tuning.calibration import Calibration, CurvePoint, RuleFit, save_calibration
 from ragblend.engine.tuning.machine import machine_facts, vllm_machine_facts, write_profile
 from ragblend.engine.vllm.launch import find_checkpoint
@@ -22,7 +25,7 @@ from ragblend.precompute import precompute_documents
 
 CHUNKS = [f"{name} Keller lives in Kinport. Julia Bishop works for Synon. " * 4 for name in ("George", "Tom", "Ben")]
 PROMPT = Prompt(CHUNKS, "Where does George Keller live?")
-FAST, HIDING, SLOW = 1e-6, 0.8, 2.0  # seconds of loading per second of prefill
+FAST, HIDING, SLOW = 1e-6, 0.8, 20.0  # seconds of loading per second of prefill
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,9 @@ def nothing_in_memory(request):
 def forget_memory(ours: Any, reference: Any) -> None:
     for store in (connector_worker()._store, reference.store):
         emptied(store)
+        for tier in store.tiers:
+            tier.read_speed = ReadSpeed()  # else the measured reads take the place of the profile's
+    reference._paces.clear()
     assert ours.generate(PROMPT, mode="full", max_tokens=1).report.refused_reason == ""
     assert ours.reset_prefix_cache()  # or what it has of the prompt would be left to it
 
@@ -114,6 +120,17 @@ def test_the_ratio_rises_until_loading_hides_it_as_in_transformers(engines, load
     options: dict[str, Any] = {"rule": "cacheblend", "recompute_ratio": "auto", "max_tokens": 1}
     again = [each.generate(PROMPT, **options).report.recompute_ratio for each in engines]
     assert again == [DEFAULT_RATIO, DEFAULT_RATIO]
+
+
+def test_prefetch_brings_chunks_into_the_workers_memory(engines):
+    ours, _ = engines
+    memory = connector_worker()._store.find_tier(MemoryStore)
+    assert list(memory.keys()) == []
+    ours.prefetch(CHUNKS)
+    wait_until(lambda: len(list(memory.keys())) >= len(CHUNKS), 60, "they are in memory")
+    set_load_share(*engines, SLOW)
+    ours.generate(PROMPT, mode="full", max_tokens=1)  # the workers report their memory at an engine step
+    assert ours.generate(PROMPT, max_tokens=1).report.num_chunk_hits == 3, "nothing has to be loaded"
 
 
 def test_a_calibrated_ratio_is_the_least_one(engines):

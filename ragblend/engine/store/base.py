@@ -272,7 +272,9 @@ class ByteStore(Protocol):
     @property
     def min_range_bytes(self) -> int: ...  # from which the time of a range is that of its bytes, not of the request
     def get(self, name: str) -> bytes | None: ...
-    def get_range(self, name: str, start: int, end: int) -> ByteRange | None: ...  # [start, end), if it has so many
+    def get_range(
+        self, name: str, start: int, end: int
+    ) -> ByteRange | None: ...  # [start, end), as far as the value goes
     def put(self, name: str, data: bytes) -> None: ...
     def contains(self, name: str) -> bool: ...
     def contains_many(self, names: Sequence[str]) -> list[bool]: ...  # at most CONTAINS_BATCH, about one round trip

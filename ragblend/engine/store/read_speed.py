@@ -11,7 +11,8 @@ from statistics import median
 from time import monotonic
 
 READS_KEPT = 31
-_LONGEST_PERIOD_S = 1.0
+# A speed is recorded once this much was read, or for this long: that of a small read is only a part of the latency.
+_LEAST_BYTES, _LEAST_S = 1 << 20, 1.0
 
 
 class ReadSpeed:
@@ -24,7 +25,9 @@ class ReadSpeed:
     def __init__(self) -> None:
         self._rates = deque[float](maxlen=READS_KEPT)
         self._latencies = deque[float](maxlen=READS_KEPT)
-        self._num_running, self._period_start_s, self._period_bytes = 0, 0.0, 0
+        self._num_running = 0
+        self._running_since_s = 0.0
+        self._nbytes, self._busy_s = 0, 0.0  # since the last recorded speed
         self._lock = threading.Lock()
 
     @property
@@ -59,16 +62,17 @@ class ReadSpeed:
         """A read begins, perhaps beside others. `end` must follow."""
         with self._lock:
             if not self._num_running:
-                self._period_start_s, self._period_bytes = monotonic(), 0
+                self._running_since_s = monotonic()
             self._num_running += 1
 
     def end(self, nbytes: int) -> None:
-        """A read of `nbytes` bytes has ended. The speed is recorded once no other read runs, or after a second."""
+        """A read of `nbytes` bytes has ended."""
         now_s = monotonic()
         with self._lock:
             self._num_running -= 1
-            self._period_bytes += nbytes
-            seconds = now_s - self._period_start_s
-            if (not self._num_running or seconds > _LONGEST_PERIOD_S) and self._period_bytes and seconds > 0:
-                self._rates.append(self._period_bytes / seconds)
-                self._period_start_s, self._period_bytes = now_s, 0
+            self._nbytes += nbytes
+            self._busy_s += now_s - self._running_since_s
+            self._running_since_s = now_s
+            if self._nbytes and (self._busy_s >= _LEAST_S or (self._nbytes >= _LEAST_BYTES and not self._num_running)):
+                self._rates.append(self._nbytes / max(self._busy_s, 1e-9))
+                self._nbytes, self._busy_s = 0, 0.0

@@ -1,4 +1,4 @@
-"""Measures an engine's machine profile in a few seconds, when it is loaded over a remote tier that nobody profiled.
+"""Measures an engine's machine profile in a few seconds, when it is loaded over a remote tier without a profile.
 
 `ragblend profile` measures the same at more lengths, more often, and reads the disk as well (`lab.profile`). Read
 `measure_briefly`. Depends on an engine with its model, not on tiers: those measure their reads themselves.

@@ -304,7 +304,8 @@ def decide_reuse(
     """Decide which stored chunks of a prompt are loaded, by which rule and at which ratio, or choose full prefill.
 
     The prompt has `num_tokens` tokens. The KV of the first `num_resident` is in memory. Loading from a tier without a
-    speed counts as 0 s. All chunks are used, unless the prompt is clearly faster if some of a slow tier are computed.
+    speed counts as 0 s. If the prompt would be slower with all chunks than by full prefill, only those are used that
+    make it clearly faster; the others are computed.
 
     `rules`: the first is the preferred one. Another is chosen where the preferred one would wait for loading, because
     of its query probe, and the other is faster. The ratio of a rule without a probe is the largest whose recompute
@@ -358,9 +359,9 @@ def _fastest(
 
     *some, everything = (decide_for(used, False) for used in _sets_to_compare(chunks, speeds) if used or not chunks)
     best = min(some, key=lambda each: each.total_s, default=everything)
-    # Predictions are not exact, so a slight gain is no reason to compute what is stored.
-    used = best.used if everything.total_s > (1 + SLIGHT) * best.total_s else everything.used
-    return decide_for(used, True)
+    # Predictions are not exact, so chunks are computed only where waiting for all would be slower than full prefill.
+    pays = everything.total_s < full_s or (1 + SLIGHT) * best.total_s >= full_s
+    return decide_for(everything.used if pays else best.used, True)
 
 
 def _sets_to_compare(chunks: Sequence[LoadableChunk], speeds: Mapping[str, TierSpeed]) -> Iterator[tuple[int, ...]]:

@@ -272,6 +272,11 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         memory = self._store.find_tier(MemoryStore)
         return [] if memory is None else list(filter(memory.contains, keys))
 
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Load entries into this worker's memory tier in the background, for a later request."""
+        if self._store.find_tier(MemoryStore) is not None:
+            self._store.prefetch(keys)
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return the message of this step to the scheduler; None if nothing has changed."""
         reports, self._reports = self._reports, {}

@@ -12,7 +12,7 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -42,6 +42,7 @@ from ragblend.engine.vllm.scheduler_side.loading import machine_facts_of
 from ragblend.engine.vllm.support import model_fingerprint
 from ragblend.errors import EngineClosedError, RagblendError, UsageError
 from ragblend.prompt.render import Renderer
+from ragblend.prompt.types import Part
 from ragblend.redaction import has_secret
 
 log = logging.getLogger(__name__)
@@ -107,6 +108,10 @@ class VllmEngine(VllmEngineBase):
             if not finished:
                 with suppress(RagblendError):  # the loop has ended, so the request has ended, too
                     self._loop.submit(partial(self._loop.abort, request_id))
+
+    def prefetch(self, chunks: Sequence[Part]) -> None:
+        """Load the KV of a later request's chunks into the workers' memory tier, in the background. Returns at once."""
+        self._loop.submit(partial(self._loop.prefetch, self.likely_keys(chunks)))
 
     def reset_prefix_cache(self) -> bool:
         """Clear vLLM's prefix cache. Return False, without clearing it, while a request uses it."""
@@ -322,6 +327,13 @@ class _EngineLoop:
     def reset_prefix_cache(self) -> bool:
         """Clear vLLM's prefix cache. Return True if it was cleared."""
         return bool(self._engine.reset_prefix_cache())
+
+    def prefetch(self, keys: list[str]) -> None:
+        """Let every worker load the entries of `keys` into its memory tier."""
+        try:
+            self._engine.collective_rpc("ragblend_prefetch", args=(keys,))
+        except Exception as error:  # e.g. the user's own worker_extension_cls; the request then reads them itself
+            log.debug("nothing was prefetched: %s", error)
 
     # -- outputs
 

@@ -158,6 +158,12 @@ class BlendWorkerExtension:
         connector = _connector()
         return list(connector.keys_in_memory(keys)) if hasattr(connector, "keys_in_memory") else []
 
+    def ragblend_prefetch(self, keys: list[str]) -> None:
+        """Load the entries of `keys` into this worker's memory tier, in the background. Returns at once."""
+        connector = _connector()
+        if hasattr(connector, "prefetch"):
+            connector.prefetch(keys)
+
 
 def _connector() -> Any:
     """Return the connector of this worker process; None without one."""

@@ -67,8 +67,7 @@ class PartialChunk:
 
 
 def header_end(start: bytes) -> int:
-    """Return the offset at which the header ends, from the first bytes of a file. It is at most MAX_HEADER_BYTES + 8,
-    whatever the bytes say.
+    """Return the offset at which the header ends, from the first bytes of a file. It is at most MAX_HEADER_BYTES + 8.
 
     >>> header_end((1000).to_bytes(8, "little") + b"{...}")
     1008

@@ -1,7 +1,7 @@
 """One entry on its way from a remote tier, readable while it arrives: `RemoteFetch`.
 
-The first range of the value has the header. The layers follow in the order in which an engine reads them: layer 1
-first, layer 0 last, because engines compute layer 0 of chunks that are not in memory. Each is verified when it arrives.
+The first range of the value has the header. The layers follow in their order, several in a range if they are small.
+Each is verified when it arrives.
 Works on a ByteStore and the format; does not depend on threads that fetch, on other tiers or on models.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from time import monotonic
 
 from ragblend.engine.store.base import ByteStore
@@ -27,7 +26,7 @@ class RemoteFetch:
     """An entry of a remote tier while it arrives, and afterwards. A ChunkKV once `wait_for_header` returned True.
 
     The tier calls `read_next` while `continues`, in one thread at a time: first for the header, and for the layers once
-    an engine wants them (`read_ahead`). `resume` is called if the tier has to go on. Any thread may read.
+    an engine wants them (`read_ahead`). `resume` is called when there is more to read again. Any thread may read.
     `stored_layer` waits until the layer has arrived, at the latest until `until_s` on the monotonic clock. It then
     raises LateEntryError, and DamagedEntryError for a damaged layer.
     """
@@ -176,12 +175,12 @@ class RemoteFetch:
 
 
 def _layer_ranges(chunk: PartialChunk, min_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Yield the layers 1, 2, ..., 0 in groups that are adjacent in the file, of `min_bytes` or more."""
+    """Yield the layers in groups that are adjacent in the file, of `min_bytes` or more."""
     group: list[int] = []
-    order = [*range(1, chunk.header.num_layers), 0]
-    for index, following in pairwise([*order, -1]):
+    for index in range(chunk.header.num_layers):
         group.append(index)
-        nbytes = chunk.layer_range(index)[1] - chunk.layer_range(group[0])[0]
-        if nbytes >= min_bytes or following != index + 1:
+        if chunk.layer_range(index)[1] - chunk.layer_range(group[0])[0] >= min_bytes:
             yield tuple(group)
             group = []
+    if group:
+        yield tuple(group)
