@@ -15,6 +15,7 @@ from harness import (
     report,
     tokens,
 )
+from refined import assert_full_prefill_follows
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import LayerKV
@@ -57,6 +58,8 @@ def test_full_and_ratio_one_are_vllms_own_answer_in_eight_bits(served, plain):
         blended = ask(llm, IDS, {"mode": "blend", "rule": rule, "ratio": 1.0})
         assert report(blended)["num_chunk_hits"] == 2
         assert_same_answer(blended, plain, 1e-4)
+    refined = ask(llm, IDS, {"mode": "blend", "rule": "ask", "ratio": 0.1, "refine_ratio": 1.0})
+    assert_full_prefill_follows(llm, IDS, refined, 1e-4)
     between = ask(llm, IDS, {"mode": "blend", "rule": "ask", "ratio": 0.3})
     assert 0 < report(between)["num_recomputed_tokens"] < len(CHUNKS[0]) + len(CHUNKS[1])
     assert tokens(ask(llm, IDS, {"mode": "reuse"})) != tokens(plain)
