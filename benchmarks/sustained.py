@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 

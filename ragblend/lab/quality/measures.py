@@ -83,8 +83,8 @@ def answer_and_score(
     """
     prefilled, ttft_s = timed_prefill(engine, request, configuration)
     seen = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
-    # Greedy decoding returns the tokens of `full` up to the first one that is not the most likely. `token_log_probs` has
-    # written their KV already, so only the tokens after it are decoded.
+    # Greedy decoding returns the tokens of `full` up to the first one that is not the most likely. Their KV is already
+    # written by `token_log_probs`, so only the tokens after it are decoded.
     likeliest = seen.argmax(-1).tolist()
     num_equal = common_prefix_length(likeliest, full.token_ids)
     if num_equal == len(full.token_ids):
