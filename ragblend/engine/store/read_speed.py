@@ -13,6 +13,8 @@ from time import monotonic
 READS_KEPT = 31
 # A speed is recorded once this much was read, or for this long: that of a small read is only a part of the latency.
 _LEAST_BYTES, _LEAST_S = 1 << 20, 1.0
+# Longest time without a recorded speed if there is always a read that runs. Then its bytes so far are not counted.
+_MOST_S = 10.0
 
 
 class ReadSpeed:
@@ -73,6 +75,7 @@ class ReadSpeed:
             self._nbytes += nbytes
             self._busy_s += now_s - self._running_since_s
             self._running_since_s = now_s
-            if self._nbytes and (self._busy_s >= _LEAST_S or (self._nbytes >= _LEAST_BYTES and not self._num_running)):
+            is_enough = self._nbytes >= _LEAST_BYTES or self._busy_s >= _LEAST_S
+            if self._nbytes and ((is_enough and not self._num_running) or self._busy_s >= _MOST_S):
                 self._rates.append(self._nbytes / max(self._busy_s, 1e-9))
                 self._nbytes, self._busy_s = 0, 0.0
