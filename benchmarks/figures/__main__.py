@@ -47,7 +47,11 @@ def measure_figure(name: str, on_progress: Progress = ignore_progress, **options
     found = figure.measure(work)
     summary = (figure.measure.__doc__ or "").partition("\n")[0].rstrip(".")
     model_name = found.get("model") or Path(model or times.SHAPE).name
-    questions = "" if name in times.FIGURES else f", {work.num_questions} questions of {Path(work.data).name}"
+    questions = (
+        ""
+        if name in times.FIGURES
+        else f", {work.num_questions} question{'s' * (work.num_questions > 1)} of {Path(work.data).name}"
+    )
     return {
         "command": "benchmarks.figures",
         "figure": name,

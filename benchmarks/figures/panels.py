@@ -64,7 +64,7 @@ def _draw_panel(figure: Any, axes: Any, panel: Mapping[str, Any]) -> None:
     if panel["form"] == "image":
         labels = list(panel["series"])
         image = axes.imshow([[y for _, y in points] for points in panel["series"].values()], cmap="viridis", vmin=0)
-        figure.colorbar(image, ax=axes, shrink=0.8)
+        figure.colorbar(image, ax=axes, shrink=0.8, label="share of the attention")
         axes.set_xticks(range(len(labels)), labels, rotation=45, ha="right", fontsize="small")
         axes.set_yticks(range(len(labels)), labels, fontsize="small")
         describe_axes(axes, panel["x"], panel["y"], panel["title"])

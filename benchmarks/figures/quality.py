@@ -142,7 +142,9 @@ def figure_13(work: Workload) -> Facts:
         runs = measure(work, base, questions, [FULL, PAPER, own_default(base)], extra)
         own = runs[own_default(base)]
         name = questions[0].case.task.measure
-        found = {f"TTFT of {each.mode} over the default": run["ttft_s"] / own["ttft_s"] for each, run in runs.items()}
+        found = {
+            f"TTFT of {label_of(each)} over the default": run["ttft_s"] / own["ttft_s"] for each, run in runs.items()
+        }
         found |= {f"{name} of {label_of(each)}": run[name] for each, run in runs.items()}
         # The prompts of the other methods differ, so their distance from full prefill is no error.
         return {"panels": over_ttft(runs, quality_names(questions)[:2]), "findings": found}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +157,11 @@ def test_the_command_has_every_figure_of_measurements_in_the_paper():
     assert set(NAMES) == set(FIGURES)
     with pytest.raises(UsageError, match=r"'3'; choose from 2, 4, 6"):
         measure_figure("3")
+
+
+def test_the_page_of_the_paper_has_a_row_for_each_figure():
+    page = (Path(__file__).parents[2] / "docs" / "paper.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| (\d+[abc]?), ", page, re.MULTILINE) == NAMES
 
 
 def test_the_command_prints_writes_and_draws_a_figure(tmp_path):
