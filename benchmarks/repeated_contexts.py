@@ -32,7 +32,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import NAMED_DATASETS, QualityConfig
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import QaCase, build_prompt, load_cases
+from ragblend.lab.quality.data import SYSTEM, QaCase, build_prompt, load_cases
 from ragblend.prompt.types import Prompt, as_chunk
 
 RULES = ("cacheblend", "ask")
@@ -65,7 +65,7 @@ def hit_rates(contexts: Sequence[tuple[int, ...]]) -> dict[str, float]:
     known: set[Any] = set()
     hits: dict[str, list[bool]] = {}
     for context in contexts:
-        keys = {f"first_{count}": context[:count] for count in range(2, len(context))}
+        keys: dict[str, Any] = {f"first_{count}": context[:count] for count in range(2, len(context))}
         keys |= {"whole": context, "any_order": frozenset(context)}
         for name, key in keys.items():
             hits.setdefault(name, []).append(key in known)
@@ -80,10 +80,10 @@ def compare_reuse(prompt: Prompt, question: str, base: TransformersEngine) -> di
     `kl_blended`: KL(full || blended for this question). `kl_reused`: KL(full || over the KV fused for the first one).
     `logits_apart`: the largest difference of both blends' logits. `charged_budget`: what blending again costs.
     """
-    engine = with_own_store(base, system=prompt.system, context="none")
+    engine = with_own_store(base, system=SYSTEM, context="none")
     for chunk in map(as_chunk, prompt.chunks):
         engine.precompute(chunk)
-    second = Prompt(prompt.chunks, question, prompt.system)
+    second = Prompt(prompt.chunks, question, SYSTEM)
     full = engine.prefill(engine.request(second, mode="full")).logits
     found = {}
     for rule in RULES:
