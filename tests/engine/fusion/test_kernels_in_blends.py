@@ -26,7 +26,7 @@ def layers(request):
     return TransformersLayers(make_model(model_class, **changes))
 
 
-@pytest.mark.parametrize("rule", ["ask", "cacheblend"])
+@pytest.mark.parametrize("rule", ["ask", "cacheblend", "cacheblend_gradual"])
 def test_a_blend_by_kernels_equals_the_blend_by_torch(layers, rule, monkeypatch):
     prompt = make_prompt(3, (13, 9, 11))
     expected = blend(layers, prompt, 0.3, rule)
