@@ -53,12 +53,13 @@ class _Fetched(NamedTuple):
     """Entries of remote tiers by key, which may still be arriving, and why others were not fetched.
 
     `fallback_reason`: why full prefill is faster than to fetch; "" if it is not. `decision`: that of the loading
-    controller if it left chunks out, else "".
+    controller if it left chunks out, else "". `later`: the keys of these, to be fetched once the prompt is computed.
     """
 
     entries: Mapping[str, ChunkKV] = {}
     decision: str = ""
     fallback_reason: str = ""
+    later: Sequence[str] = ()
 
 
 class BlendingEngine(LocalEngine):
@@ -121,6 +122,8 @@ class BlendingEngine(LocalEngine):
                 num_damaged += not isinstance(error, LateEntryError)
                 continue
             prefilled.report.num_damaged_entries = num_damaged
+            if fetched.later:  # not before, because it would slow the line down for this prompt's other chunks
+                self.store.prefetch(fetched.later)
             return prefilled
 
     def _blend(self, request: EngineRequest, unusable: set[str], fetched: _Fetched) -> PrefillResult:
@@ -296,7 +299,7 @@ class BlendingEngine(LocalEngine):
         """Fetch those of the prompt's chunks that this machine does not have, as far as they are worth the wait.
 
         The layers of the variants that the request will use arrive in the background. So do chunks that are not worth
-        the wait, for later requests.
+        the wait, for later requests, once the prompt is computed.
         """
         memory = self.store.find_tier(MemoryStore)
         missing: list[list[str]] = []  # of each run: the variants that are better than the best one on this machine
@@ -321,12 +324,10 @@ class BlendingEngine(LocalEngine):
         for at in used:
             if (best := next((key for key in missing[at] if key in entries), None)) is not None:
                 read_ahead(entries[best])
-        later = [key for at, keys in enumerate(missing) if at not in used for key in keys]
-        if later:
-            self.store.prefetch(later)
         if decision is None or len(used) == len(chunks):
             return _Fetched(entries)
-        return _Fetched(entries, decision.describe(len(chunks)), decision.fallback_reason)
+        later = [key for at, keys in enumerate(missing) if at not in used for key in keys]
+        return _Fetched(entries, decision.describe(len(chunks)), decision.fallback_reason, later)
 
     @staticmethod
     def _loadable(placement: Placement, fetched: Mapping[str, ChunkKV]) -> LoadableChunk:

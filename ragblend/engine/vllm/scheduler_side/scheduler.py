@@ -69,6 +69,7 @@ class _RequestState:
     turns: tuple[BlendTurn, ...] = ()  # the turns of the prompt that have stored chunks
     pending_lookup: Future[LookupResult] | None = None  # the plan is made from its result
     pending_fetch: PendingFetch | None = None  # from the remote tier; a second lookup follows it
+    later: Sequence[str] = ()  # keys to fetch afterwards, for later requests
     waited_s: float = 0.0  # for the fetch
     tuning: RequestTuning | None = None  # None before the lookup; with `adapts_ratio`, its ratio is still to be chosen
     no_probe: RequestTuning | None = None  # rule "auto": the tuning of the rule without a query probe
@@ -280,6 +281,8 @@ class BlendScheduler:
             if not state.pending_fetch.is_over:
                 return False
             state.waited_s, state.pending_fetch = state.pending_fetch.waited_s, None
+            if state.later and self._fetch is not None:
+                self._fetch.start(state.later)
             self._start_lookup(request, state, asks_remote=False)
         if state.pending_lookup is not None:
             try:
@@ -310,10 +313,9 @@ class BlendScheduler:
                 state.report.decision = decision.describe(len(chunks))
             if decision.fallback_reason:
                 self._refuse(state, decision.fallback_reason)
-        later = [key for at, each in enumerate(found.missing) if at not in used for key in each.keys]
-        if later:
-            fetch.start(later)  # for later requests
+        state.later = [key for at, each in enumerate(found.missing) if at not in used for key in each.keys]
         if state.report.refused_reason:
+            fetch.start(state.later)
             return True
         state.pending_fetch = fetch.start([key for at in used for key in found.missing[at].keys])
         return False
