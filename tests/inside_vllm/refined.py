@@ -99,7 +99,7 @@ def assert_full_prefill_follows(llm: Any, ids: list[int], answer: Any, tolerance
     """Tokens and log-probabilities after a refinement at ratio 1 are those of full prefill of all tokens before."""
     after = answer.kv_transfer_params["ragblend"]["refined_after"]
     found = tokens(answer)
-    full = ask(llm, [*ids, *found[:after]], max_tokens=len(found) - after)
+    full = ask(llm, [*ids, *found[:after]], {"mode": "full"}, len(found) - after)
     assert found[after:] == tokens(full)
     for mine, theirs in zip(answer.outputs[0].logprobs[after:], full.outputs[0].logprobs, strict=True):
         assert all(abs(mine[each].logprob - theirs[each].logprob) <= tolerance for each in mine.keys() & theirs.keys())

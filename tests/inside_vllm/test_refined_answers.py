@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from harness import PREFIX, SMALL, ask, engine, ingest, report
-from test_blend import CHUNKS, plain_prompt
+from refined import assert_full_prefill_follows
+from test_blend import CHUNKS, TOLERANCE, plain_prompt
 
 from ragblend import Prompt, load_engine
 
 
 def test_a_servers_refine_ratio_is_that_of_requests_that_name_none(checkpoint, tmp_path):
-    options = {"async_scheduling": False, "enable_prefix_caching": False, "skip_tokenizer_init": True}
-    with engine(checkpoint("llama"), tmp_path, {"mode": "blend", "refine_ratio": 0.5}, **options) as served:
+    ids, options = plain_prompt().ids, {"async_scheduling": False, "enable_prefix_caching": False}
+    with engine(checkpoint("llama"), tmp_path, {"mode": "blend", "refine_ratio": 1.0}, **options) as served:
         for chunk in CHUNKS:
             assert ingest(served, PREFIX, chunk)["refused_reason"] == ""
-        sent = (None, {"ratio": 0.1}, {"refine_ratio": 0.0})
-        reports = [report(ask(served, plain_prompt().ids, params)) for params in sent]
-    assert [each["refined_after"] for each in reports] == [1, 1, None]
-    assert reports[0]["num_refined_tokens"] > reports[0]["num_recomputed_tokens"]
+        answers = [ask(served, ids, params) for params in (None, {"ratio": 0.1}, {"refine_ratio": 0.0})]
+        assert_full_prefill_follows(served, ids, answers[1], TOLERANCE)
+    assert [report(each)["refined_after"] for each in answers] == [1, 1, None]
+
+
+@pytest.mark.v2_runner
+def test_asynchronous_scheduling_refines_after_the_second_token(checkpoint, tmp_path, monkeypatch):
+    """The scheduler knows a token one step later. On a CPU vLLM itself always schedules synchronously."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def asynchronous(cls: type, config: Any) -> None:
+        check(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(asynchronous))
+    ids = plain_prompt().ids
+    with engine(checkpoint("llama"), tmp_path) as served:
+        for chunk in CHUNKS:
+            assert ingest(served, PREFIX, chunk)["refused_reason"] == ""
+        answer = ask(served, ids, {"mode": "blend", "rule": "ask", "ratio": 0.1, "refine_ratio": 1.0})
+        assert_full_prefill_follows(served, ids, answer, TOLERANCE)
+    assert report(answer)["refined_after"] == 2
 
 
 TEXTS = [
