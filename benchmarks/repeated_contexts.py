@@ -32,7 +32,8 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.lab.bench.common.configs import NAMED_DATASETS, QualityConfig
 from ragblend.lab.engines import with_own_store
-from ragblend.lab.quality.data import SYSTEM, QaCase, build_prompt, load_cases
+from ragblend.lab.quality.data import build_prompt, load_cases
+from ragblend.lab.quality.tasks import SYSTEM, QaCase
 from ragblend.prompt.types import Prompt, as_chunk
 
 RULES = ("cacheblend", "ask")
