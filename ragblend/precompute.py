@@ -38,7 +38,6 @@ from ragblend.ingestion.contexts import (
     fits_context_length,
 )
 from ragblend.ingestion.deletion import delete_or_warn, delete_orphaned_kv, delete_stale_kv, keep_only_texts
-from ragblend.ingestion.documents import refresh_pins
 from ragblend.ingestion.dtype_conversion import count_other_dtypes, quantize_stored, replace_kv
 from ragblend.ingestion.engine_index import open_engine_index as open_engine_index
 from ragblend.ingestion.engine_index import resolve_chunker
@@ -84,7 +83,7 @@ def ingest(
     """Read, chunk, embed and index `paths`, and precompute the KV of every chunk that is not stored.
 
     A later call with the same paths updates the index: edited files are replaced, and documents whose file or record
-    no longer exists are removed with their KV, registered texts and pins. Documents from other paths stay, and so do
+    no longer exists are removed with their KV and registered texts. Documents from other paths stay, and so do
     documents of files that `glob` excludes or that cannot be read.
 
     - index: an open index, or its folder, which is created if missing. embedder: name of the embedder of a new index.
@@ -140,7 +139,6 @@ def ingest(
             wanted = chunk_variants(chunks, engine.context)
             precompute_chunks(wanted, engine, on_progress, report, notify, index=opened, prefill=prefill)
             _measure_default_ratio(chunks, engine, on_progress, prefill, notify)
-            refresh_pins(followed.sources, engine, opened)
         if notify is not None:
             for folder, num_files in count_moved_files(opened, followed, scan).items():
                 place = display_source(folder)
@@ -316,7 +314,6 @@ def precompute_index(
     _measure_default_ratio(chunks, engine, progress or ignore_progress, prefill, notify)
     if context is not None:
         report.num_removed_kv = delete_or_warn(partial(delete_other_variants, chunks, wanted, engine))
-        refresh_pins(index.sources(), engine, index)
     report.num_chunks, report.num_documents = len(chunks), index.num_documents
     report.num_unchanged = report.num_documents
     report.num_tokens = sum(num_chunk_tokens(chunk, engine) for chunk in chunks)

@@ -68,8 +68,8 @@ layer-checksum-skipped          store      read_layer
     _checksum(A, B) != C  ->  False
 token-ids-not-compared          store      DiskStore.get
     not A.header.has_ids(B)  ->  False
-pinned-entries-evicted          store      _choose_victims
-    {*A(), B}  ->  {B}
+entry-in-use-evicted            store      DiskEvictor._remove
+    A is not None and B > C.used_s  ->  False
 put-lock-lost                   store      reserve
     self._put_lock  ->  __import__("contextlib").nullcontext()
 codes-not-rounded               store      _codes

@@ -37,7 +37,7 @@ from ragblend.cli.printing import (
     progress_bars,
 )
 from ragblend.cli.session import limit_torch_to_one_thread, make_terminal_handler, quiet_libraries
-from ragblend.cli.store import gc, init_key, pin, push, sign, stats, unpin, verify
+from ragblend.cli.store import gc, init_key, push, sign, stats, verify
 from ragblend.config import Settings, arguments_to_flags
 from ragblend.errors import RagblendError, UsageError
 from ragblend.files.places import expand_user_path
@@ -156,8 +156,6 @@ for _command in (
     stats,
     verify,
     gc,
-    pin,
-    unpin,
     push,
     init_key,
     sign,

@@ -286,7 +286,7 @@ def remove(
     """Remove documents, with the KV and texts that no other document uses.
 
     DOC is an id, COLLECTION/ID, a COLLECTION with all of its documents, or a source: a file, a record or a page of it,
-    or a folder. Pins of the documents are removed, too. Documents in a vector store of a framework are not deleted.
+    or a folder. Documents in a vector store of a framework are not deleted.
 
     A file that still exists is ingested again by the next `ingest` of its folder. After a crash, or an unreachable
     remote tier (exit code 5), run the same command again.

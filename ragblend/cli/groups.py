@@ -52,8 +52,6 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "stats": ("stats",),
         "verify": ("verify", "verify --repair   # prefills lost chunks again"),
         "gc": ("gc --max-size 20GiB",),
-        "pin": ("pin docs/handbook.md",),
-        "unpin": ("unpin docs/handbook.md",),
         "push": ("push --remote redis://cache:6379/0",),
         "init-key": ("init-key",),
         "sign": ("sign --store kv/", "sign --store kv/ --old-key-file OLD.key"),

@@ -113,7 +113,6 @@ def parse_ratio(text: str) -> float | str:
 PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a picture, FILE.png.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; default is torch's choice.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-DocumentArgument = Annotated[str, typer.Argument(metavar="DOC", help="A file, a folder, or a record (data.jsonl#3).")]
 ShowSources = Annotated[bool, typer.Option("--show-sources", help="Print the retrieved chunks.")]
 
 

@@ -104,7 +104,7 @@ def open_engine(settings: Settings, *, new_model: bool = False) -> Engine:
 
 
 def open_document_engine(settings: Settings, *, new_model: bool = False) -> Engine:
-    """Return the settings' engine for ingesting, pinning and removing documents. It answers no prompts.
+    """Return the settings' engine for ingesting and removing documents. It answers no prompts.
 
     It loads the model's weights when a chunk has to be prefilled. `new_model`: see `open_engine`.
     """

@@ -1,4 +1,4 @@
-"""`ragblend push | pin | unpin | stats | verify | gc | init-key | sign`: maintain a store.
+"""`ragblend push | stats | verify | gc | init-key | sign`: maintain a store.
 
 Results on stdout, progress on stderr.
 """
@@ -14,10 +14,9 @@ from urllib.parse import urlencode
 
 import typer
 
-from ragblend.cli.options import DocumentArgument, JsonOption, with_settings
+from ragblend.cli.options import JsonOption, with_settings
 from ragblend.cli.printing import (
     exit_if_dropped,
-    join_names,
     limit_line,
     plural,
     print_result,
@@ -52,37 +51,6 @@ def push(settings: Settings, json_: JsonOption = False) -> None:
     )
     print_result(asdict(report), text, json_)
     exit_if_dropped(report)
-
-
-@with_settings("model store", unflagged="device dtype namespace system trust_remote_code")
-def pin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Exempt documents' KV from eviction until `unpin`. Chunks that a later ingest adds to them are exempt, too."""
-    from ragblend.ingestion.documents import find_indexed_documents, pin_document
-
-    with open_document_engine(settings) as engine, open_settings_index(settings, engine) as opened:
-        sources = find_indexed_documents(document, opened)
-        pinned = [pin_document(source, engine, opened) for source in sources]
-    num_chunks, num_stored = (sum(counts) for counts in zip(*pinned, strict=True))
-    facts = {"document": document, "sources": sources, "num_chunks": num_chunks, "num_stored": num_stored}
-    text = f"{document}: {plural(len(sources), 'document')}, {plural(num_chunks, 'chunk')} pinned, "
-    text += f"KV of {num_stored} stored"
-    print_result(facts, text, json_)
-
-
-@with_settings("store")
-def unpin(settings: Settings, document: DocumentArgument, json_: JsonOption = False) -> None:
-    """Allow eviction of documents' KV again."""
-    from ragblend.corpus.folder_scan import match_sources, source_path
-    from ragblend.engine.store.disk import DiskStore
-
-    disk = DiskStore(settings.store, create=False)
-    sources = match_sources(document, [(source, source_path(source)) for source in disk.pins()])
-    for source in sources:
-        disk.unpin(source)
-    text = (
-        f"{document}: {plural(len(sources), 'document')} no longer pinned" if sources else f"{document} was not pinned"
-    )
-    print_result({"document": document, "sources": sources, "was_pinned": bool(sources)}, text, json_)
 
 
 @with_settings("store backend remote", unflagged="namespace")
@@ -129,7 +97,6 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         "kv_dtypes": dict(dtypes),
         "context": disk.read_context_policy(),
         "models": disk.models(),
-        "pinned": sorted(disk.pins()),
         "disk_gib": settings.disk_gib,
         "limit_bytes": limit,
         "num_evicted_kv": num_evicted,
@@ -162,7 +129,6 @@ def stats(settings: Settings, json_: JsonOption = False) -> None:
         ),
         *([f"context {facts['context']}: {_CONTEXTS[facts['context']]}"] if facts["context"] else []),
         *([f"stored as {', '.join(f'{name}: {count}' for name, count in dtypes.items())}"] if len(dtypes) > 1 else []),
-        *([f"pinned: {join_names(map(display_source, sorted(disk.pins())), 20)}"] if disk.pins() else []),
         *([remote_line(facts["remote"])] if facts["remote"] else []),
         *(f"  {display_source(source)}" for source in sources[:20]),
         *([f"  ... and {len(sources) - 20} more (--json lists all)"] if len(sources) > 20 else []),
@@ -269,9 +235,7 @@ def verify(
 def gc(
     settings: Settings,
     max_size: Annotated[str | None, typer.Option("--max-size", help="Largest size to keep, e.g. 20GiB.")] = None,
-    orphans: Annotated[
-        bool, typer.Option("--orphans", help="Also remove KV and pins of chunks that no document has.")
-    ] = False,
+    orphans: Annotated[bool, typer.Option("--orphans", help="Also remove KV of chunks that no document has.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed and remove nothing.")] = False,
     json_: JsonOption = False,
 ) -> None:
@@ -284,8 +248,6 @@ def gc(
     verb = "would be freed" if dry_run else "freed"
     kept = format_bytes(result.kept_bytes)
     text = f"{plural(len(result.evicted), 'KV cache')}, {format_bytes(result.freed_bytes)} {verb}; {kept} kept"
-    if orphans:
-        text += f"; {plural(len(result.pins), 'pin')} {'would go' if dry_run else 'gone'}"
     print_result({**result._asdict(), "dry_run": dry_run}, text, json_)
 
 

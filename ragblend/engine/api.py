@@ -27,7 +27,7 @@ class Stream(Protocol):
 
 
 class DocumentEngine(Protocol):
-    """Engine that can find, pin and remove documents.
+    """Engine that can find and remove documents.
 
     It has a store and a tokenizer, and computes the keys of a model's KV in the store. It need not load the model.
     """

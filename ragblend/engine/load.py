@@ -132,7 +132,7 @@ def load_engine(
 
 
 def load_document_engine(model: str | None, store: str, **options: Any) -> DocumentEngine:
-    """Return an engine that pins, removes and ingests the documents of the folder `store`. It answers no prompts.
+    """Return an engine that removes and ingests the documents of the folder `store`. It answers no prompts.
 
     `options` are arguments of `load_engine`; dtype, device, trust_remote_code and backend must be among them.
 

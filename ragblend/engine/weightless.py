@@ -16,7 +16,7 @@ from ragblend.prompt.types import Part
 
 
 class WeightlessEngine(LocalEngine):
-    """Engine with a model's tokenizer that finds, pins, removes and ingests documents. It answers no prompts.
+    """Engine with a model's tokenizer that finds, removes and ingests documents. It answers no prompts.
 
     `load` returns the engine with the weights. It is called when the first chunk has to be prefilled.
     """

@@ -3,7 +3,7 @@
 STORE/kv/ab/...                                      entries (see `disk`); `kv_dir` names another folder for them
 STORE/catalog.sqlite                                 documents, chunks, vectors, texts (see `catalog`)
 STORE/vectors.faiss                                  vectors for searches, derived from the catalogue (see `index`)
-STORE/store.json, context.json, models/, pins/, ...  settings and metadata of the store (see `disk`)
+STORE/store.json, context.json, models/, ...         settings and metadata of the store (see `disk`)
 """
 
 from __future__ import annotations

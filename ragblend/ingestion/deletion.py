@@ -40,7 +40,7 @@ def delete_or_warn(delete: Callable[[], int]) -> int:
 
 
 def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> int:
-    """Delete the KV, token ids and pins of texts that were removed from the index. Return the number of entries.
+    """Delete the KV and token ids of texts that were removed from the index. Return the number of entries.
 
     A text is kept if it was added again. It is also kept if it occurs in a document that was added through LangChain,
     LlamaIndex or a server. Raises UnfinishedDeletionError if a remote tier does not answer; the next call with that
@@ -58,9 +58,6 @@ def delete_orphaned_kv(index: ChunkIndex, engine: DocumentEngine) -> int:
         return num_removed
     with index.ledger_for(engine.store) as ledger:
         if lost.last_number:
-            if disk is not None:
-                for source in lost.sources:
-                    disk.unpin(source)
             text_of = keys_to_delete(lost.texts, engine, ledger)  # outside of the transaction, as it may be slow
             # One transaction if index and store share a catalogue. Else the texts stay recorded until the keys are.
             with index.write_transaction(), ledger.write_transaction():

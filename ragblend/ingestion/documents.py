@@ -1,4 +1,4 @@
-"""Functions that find stored documents by name, list them, remove them with their KV, and pin them.
+"""Functions that find stored documents by name, list them, and remove them with their KV.
 
 Documents are in an index, or were added by `precompute_documents`, a vector store or a client of a server. Depends on
 the index, the ledger and the DocumentEngine protocol.
@@ -23,7 +23,6 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import BackendUnreachableError, NotFoundError, UsageError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.deletion import delete_orphaned_kv, find_unfinished_removals, keep_only_texts
 from ragblend.ingestion.identity import LANGCHAIN_COLLECTION
 from ragblend.prompt.token_index import WINDOW
@@ -154,7 +153,7 @@ def find_text_documents(
 def remove_stored_documents(
     documents: Iterable[StoredDocument], engine: DocumentEngine | None, index: ChunkIndex | None
 ) -> Removal:
-    """Delete documents from the index and from the store's ledger, with their pins, KV and texts.
+    """Delete documents from the index and from the store's ledger, with their KV and texts.
 
     KV stays if its text is also in another document. A vector store of a framework is not changed, except ragblend's
     index. engine: None if no KV is stored. index: None if no document is in it. Raises BackendUnreachableError if a
@@ -178,7 +177,7 @@ def remove_stored_documents(
 
 
 def remove_indexed_documents(sources: Iterable[str], engine: DocumentEngine | None, index: ChunkIndex) -> Removal:
-    """Delete documents from the index with their pins, KV and registered texts. Texts of other documents are kept.
+    """Delete documents from the index with their KV and registered texts. Texts of other documents are kept.
 
     engine: None if no KV is stored; the next ingestion then looks for KV of the removed texts.
     After a kill, the same call finishes the removal. A document whose file still exists is added again by the next
@@ -204,32 +203,6 @@ def remove_indexed_documents(sources: Iterable[str], engine: DocumentEngine | No
             "the next `ragblend ingest` or `ragblend remove` with that tier"
         ) from unfinished
     return Removal(num_chunks, num_removed)
-
-
-class PinCounts(NamedTuple):
-    """Numbers of a pinned document's chunks: `num_chunks` in all, `num_stored` with stored KV."""
-
-    num_chunks: int
-    num_stored: int
-
-
-def pin_document(source: str, engine: DocumentEngine, index: ChunkIndex) -> PinCounts:
-    """Exempt a document's KV on disk from eviction, also after restarts. Raises NotFoundError for an unknown source."""
-    chunks = list(index.chunks(source))
-    if not chunks:
-        raise NotFoundError(f"the index has no document {source!r}; list them: ragblend documents")
-    if (disk := engine.store.find_tier(DiskStore)) is not None:
-        disk.pin(source, [engine.key(chunk) for chunk in chunk_variants(chunks, engine.context)])
-    return PinCounts(len(chunks), sum(engine.is_stored(chunk) for chunk in chunks))
-
-
-def refresh_pins(sources: Sequence[str], engine: DocumentEngine, index: ChunkIndex) -> None:
-    """Pin the current chunks of pinned documents that were ingested again."""
-    disk = engine.store.find_tier(DiskStore)
-    pinned = disk.pins() if disk is not None else {}
-    for source in sources:
-        if source in pinned:
-            pin_document(source, engine, index)
 
 
 @dataclass(frozen=True)

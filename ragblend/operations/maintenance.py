@@ -6,7 +6,6 @@ Depends on the index, the disk store and tokenizers. Only a repair loads a model
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from ragblend.engine.store.metadata import (
     DEFAULTS_FILE,
     MACHINES_DIR,
     MODELS_DIR,
-    PINS_DIR,
 )
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.remote.upload import PushReport, send_entries
@@ -40,7 +38,6 @@ from ragblend.errors import (
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.documents import pin_document
 from ragblend.ingestion.report import Progress, ignore_progress
 from ragblend.precompute import precompute_chunks
 from ragblend.prompt.types import Chunk
@@ -175,7 +172,7 @@ def repair_store(
     if report.index_problems and index is not None:
         index.rebuild()
     if disk is not None and report.damaged_files:
-        _repair_files(report, disk, engine, index)
+        _repair_files(report, disk)
     chunks = [] if index is None else list(index.chunks())
     lost = {*report.damaged, *report.missing} - {*done}
     indexed = {chunk.text.strip() for chunk in chunks}
@@ -223,12 +220,8 @@ def drop_files_that_block_opening(report: VerifyReport, store: str | Path, *, kv
         report.dropped.append(f"{CATALOG_FILE} was replaced by an empty one; {_LOSS_MESSAGES[CATALOG_FILE]}")
 
 
-def _repair_files(report: VerifyReport, disk: DiskStore, engine: Engine, index: ChunkIndex | None) -> None:
-    """Write pins of indexed documents again, and remove other damaged files."""
-    for source in index.sources() if index is not None else ():
-        if disk.pin_location(source) in report.damaged_files:
-            assert index is not None
-            pin_document(source, engine, index)
+def _repair_files(report: VerifyReport, disk: DiskStore) -> None:
+    """Remove the damaged files that are not entries."""
     still = {result.key for result in disk.verify_metadata(calibration_problem)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:
@@ -250,7 +243,6 @@ def _record_stored(disk: DiskStore) -> None:
 
 
 _LOSS_MESSAGES = {
-    PINS_DIR: "its document is unknown; pin the document again: ragblend pin DOC",
     MODELS_DIR: "an engine of that model writes it again",
     CALIBRATIONS_DIR: "create it again: ragblend calibrate",
     MACHINES_DIR: "create it again: ragblend profile",
@@ -270,11 +262,9 @@ def collect_garbage(
 ) -> GcResult:
     """Delete temporary files and damaged entries, then the least recently used KV until at most `max_bytes` remain.
 
-    `max_bytes`: None sets no limit. Pinned KV is not evicted, so more may remain. `dry_run`: True deletes nothing, and
-    returns the same result. `orphans`: True also deletes data that no document needs, for all models and prefixes:
-
-    - KV and token ids of chunks that no document of the index, a framework or a server has,
-    - pins of documents that are not indexed.
+    `max_bytes`: None sets no limit. `dry_run`: True deletes nothing, and returns the same result. `orphans`: True also
+    deletes the KV and token ids of chunks that no document of the index, a framework or a server has, for all models
+    and prefixes.
 
     Documents that are ingested during the call keep their entries. With `orphans`, raises NotFoundError if the store
     has no catalogue.
@@ -294,21 +284,14 @@ def collect_garbage(
         live = _LiveChunks(ledger, folder)
         if dry_run:
             unwanted = set(_find_orphans(disk.headers(), live))
-            result = disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
-            pins = _stray_pins(disk, folder, set(disk.keys()) - unwanted)
-            return result._replace(pins=pins)
+            return disk.gc(max_bytes, lambda key: key not in unwanted, dry_run)
         dropped, freed_bytes = _delete_orphans(disk, ledger, folder, live)
-        with folder.write_transaction(), ledger.write_transaction():
-            live.update()
-            ledger.remove_ids_without_text()
-            pins = _stray_pins(disk, folder, set(disk.keys()))
-            for name in pins:
-                disk.unpin(name)
+        ledger.remove_ids_without_text()
         ledger.truncate_log()
         result = disk.gc(max_bytes)
         _unrecord_missing(disk)
         evicted, freed_bytes = (*dropped, *result.evicted), freed_bytes + result.freed_bytes
-    return result._replace(evicted=evicted, freed_bytes=freed_bytes, pins=pins)
+    return result._replace(evicted=evicted, freed_bytes=freed_bytes)
 
 
 def _delete_orphans(disk: DiskStore, ledger: Ledger, folder: Ledger, live: _LiveChunks) -> tuple[list[str], int]:
@@ -329,12 +312,6 @@ def _unrecord_missing(disk: DiskStore) -> None:
     with open_ledger(disk, create=False) as ledger:
         if gone := [key for key in ledger.fingerprints_by_key() if not disk.has_file(key)]:
             ledger.unrecord_stored_entries(gone)
-
-
-def _stray_pins(disk: DiskStore, folder: Ledger, wanted: AbstractSet[str]) -> tuple[str, ...]:
-    """Return the pinned documents that are not indexed. Pins of keys in `wanted` are left out: users created them."""
-    indexed = set(folder.sources())
-    return tuple(name for name, keys in disk.pins().items() if name not in indexed and wanted.isdisjoint(keys))
 
 
 def _find_orphans(headers: Iterable[KVHeader], live: _LiveChunks) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """HTTP routes for a server's operator: list the contents of the store, and delete a namespace from it.
 
-    GET  /v1/ragblend/store          numbers of KV caches, and bytes, by namespace; budget, pins, remote tier
+    GET  /v1/ragblend/store          numbers of KV caches, and bytes, by namespace; budget, remote tier
     GET  /v1/ragblend/store/chunks   ?namespace=NS&after=KEY&limit=N -> {"chunks": [...], "next": KEY or null}
     POST /v1/ragblend/store/clear    {"namespace"} -> {"num_removed", "num_unread"}
 
@@ -55,8 +55,8 @@ def add_store_routes(app: Any, store: TieredStore, respond: Respond) -> None:
 def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of the disk tier: numbers of entries (`num_kv`) and bytes, in total and by namespace.
 
-    The result also has the tier's limit in bytes (`budget_bytes`), the number of pinned chunks by document (`pins`),
-    and the status of the remote tier (`remote`; None without a remote tier). `fields` of the HTTP request are ignored.
+    The result also has the tier's limit in bytes (`budget_bytes`), and the status of the remote tier (`remote`; None
+    without a remote tier). `fields` of the HTTP request are ignored.
     """
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
@@ -72,7 +72,6 @@ def store_usage(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any]:
         "nbytes": sizes.total(),
         "budget_bytes": None if disk is None else disk.limit_bytes(),
         "namespaces": {name: {"num_kv": counts[name], "nbytes": sizes[name]} for name in sorted(counts)},
-        "pins": {} if disk is None else {document: len(keys) for document, keys in disk.pins().items()},
         "remote": statuses[0] if statuses else None,
     }
 

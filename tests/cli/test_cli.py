@@ -171,7 +171,7 @@ def test_precompute_names_the_chunks_beyond_the_models_context_length(run, home)
         (("ask", "Who?", "--device", "cpu"), "RAGBLEND_DEVICE=..., or device in ragblend.toml"),
         (("chat", "--trust-remote-code"), "RAGBLEND_TRUST_REMOTE_CODE="),
         (("search", "Who?", "--embedder", "minilm"), "RAGBLEND_EMBEDDER="),
-        (("pin", "a.md", "--namespace", "mine"), "RAGBLEND_NAMESPACE="),
+        (("remove", "a.md", "--namespace", "mine"), "RAGBLEND_NAMESPACE="),
         (("serve", "demo", "--kv-dtype=int8", "--dry-run"), "RAGBLEND_KV_DTYPE="),
     ],
 )
@@ -273,27 +273,11 @@ def test_what_an_ingestion_evicts_is_in_its_report_the_log_and_stats(run, monkey
     assert f"{report['num_evicted_kv']} ingested KV caches evicted" in run("stats", *options)[1]
 
 
-def test_pin_and_remove_load_no_weights(run, monkeypatch):
+def test_remove_loads_no_weights(run, monkeypatch):
     monkeypatch.setattr("ragblend.engine.transformers.model.load_model", None)
     source = run.facts("stats", *PLACE)["sources"][0]
-    pinned = run.facts("pin", source, *PLACE)
-    assert pinned["num_stored"] == pinned["num_chunks"] > 0
-    assert run.facts("remove", source, *PLACE)["num_kv"] == pinned["num_chunks"]
-
-
-def test_a_pinned_document_outlives_gc_until_it_is_unpinned(run):
-    sources = run.facts("stats", *PLACE)["sources"]
-    facts = run.facts("pin", sources[0], *PLACE)
-    assert facts["num_stored"] == facts["num_chunks"] > 0
-    assert run("gc", "--max-size", "0", *PLACE)[0] == 0
-    stats = run.facts("stats", *PLACE)
-    assert (stats["num_stored_kv"], stats["pinned"]) == (facts["num_chunks"], [sources[0]])
-    assert run.facts("unpin", sources[0], "--store", "s")["was_pinned"] is True
-    assert "was not pinned" in run("unpin", sources[0], "--store", "s")[1]
-    code, _, log = run("pin", "nowhere.md", *PLACE)
-    assert code == 3
-    assert "ragblend documents" in log
-    assert run(*INGEST, *PLACE)[0] == 0
+    facts = run.facts("remove", source, *PLACE)
+    assert facts["num_kv"] == facts["num_chunks"] > 0
 
 
 def test_a_remote_tier_answers_without_a_local_store(run, tmp_path, questions):
@@ -459,19 +443,15 @@ def test_a_folder_ingested_again_from_elsewhere_is_followed_and_deletions_are_li
         ("docs/sub/../a.md", ["r.jsonl#0", "r.jsonl#1", "sub/b.md"]),
     ],
 )
-def test_remove_pin_and_unpin_take_a_file_a_folder_or_a_record(docs, run, name, left):
+def test_remove_takes_a_file_a_folder_or_a_record(docs, run, name, left):
     name = name.format(docs=docs)
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     every = run.facts("stats", *PLACE)["sources"]
     named = [source for source in every if source.removeprefix(f"{docs}/") not in left]
-    assert run.facts("pin", name, *PLACE)["sources"] == named
-    assert run.facts("stats", *PLACE)["pinned"] == sorted(named)
-    unpinned = run.facts("unpin", name, "--store", "s")
-    assert (sorted(unpinned["sources"]), unpinned["was_pinned"]) == (sorted(named), True)
     assert run.facts("remove", name, *PLACE)["sources"] == named
     stats = run.facts("stats", *PLACE)
     assert stats["sources"] == [f"{docs}/{name}" for name in left]
-    assert (stats["num_stored_kv"], stats["pinned"]) == (len(left), [])
+    assert stats["num_stored_kv"] == len(left)
 
 
 def test_commands_see_what_frameworks_have_added(home, run, tmp_path):
@@ -547,7 +527,6 @@ def test_gc_of_orphans_lists_what_it_deletes(docs, run):
     assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
     out = run("gc", "--orphans", "--dry-run", *PLACE)[1]
     assert "1 KV cache," in out
-    assert "0 pins would go" in out
     assert len(run.facts("gc", "--orphans", *PLACE)["evicted"]) == 1
 
 

@@ -29,8 +29,6 @@ def loaded(run, monkeypatch):
         (("ingest", "empty"), 1),
         (("precompute",), 0),
         (("remove", "docs"), 0),
-        (("pin", "docs"), 0),
-        (("unpin", "docs"), 0),
         (("stats",), 0),
         (("verify",), 0),
         (("verify", "--repair"), 0),

@@ -28,8 +28,6 @@ COMMANDS = {
     "precompute": ("precompute", "--kv-dtype", "int8", *PLACE),
     "precompute for another system text": ("precompute", "--system", "Be kind.", *PLACE),
     "remove": ("remove", "corpus/basalt.md", *PLACE),
-    "pin": ("pin", "corpus/amber.md", *PLACE),
-    "unpin": ("unpin", "corpus/basalt.md", "--store", "kv"),
     "push": ("push", "--remote", "file://{work}/far", "--store", "kv"),
     "verify": ("verify", *PLACE),
     "verify --repair": ("verify", "--repair", *PLACE),
@@ -55,16 +53,14 @@ def commands():
 
 
 def fill(place: Place, commands: Commands) -> None:
-    """Documents, of which some have changed since they were ingested, and a damaged entry and pin."""
+    """Documents, of which some have changed since they were ingested, and a damaged entry."""
     for name in ("amber", "basalt", "copper"):
         place.write(name)
     succeeded(commands.run(*INGEST, cwd=place.work))
-    succeeded(commands.run("pin", "corpus/basalt.md", *PLACE, cwd=place.work))
     place.write("copper", version=1)
     place.write("denim")
     path = min((place.work / "kv").glob("kv/??/*.safetensors"))
     path.write_bytes(path.read_bytes()[:-9] + b"ragblend!")
-    next((place.work / "kv" / "pins").glob("*.json")).write_text("{}")
     place.keep()
 
 
@@ -75,10 +71,9 @@ def says_so(done: Done, what: object) -> bool:
     assert "delete the files" not in said, (what, said)
     if done.code in (0, 4):  # `verify` finds what was damaged before, room or not
         return False
-    is_damaged_pin = "so the entries that it pins are not known" in said
-    assert done.code == 1 or is_damaged_pin, (what, done.code, said)
-    assert HAS_NO_ROOM.search(said) or is_damaged_pin, (what, said)
-    return not is_damaged_pin
+    assert done.code == 1, (what, done.code, said)
+    assert HAS_NO_ROOM.search(said), (what, said)
+    return True
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -104,9 +99,7 @@ def place(tmp_path_factory, commands):
 
 def goes_on(commands: Commands, work: Path, argv: tuple[str, ...]) -> None:
     done = commands.run(*argv, cwd=work)
-    assert (
-        done.code in (0, 4) or "so the entries that it pins are not known" in done.err or "no document" in done.err
-    ), done
+    assert done.code in (0, 4) or "no document" in done.err, done
     succeeded(commands.run("verify", "--repair", *PLACE, cwd=work))
     succeeded(commands.run("verify", *PLACE, cwd=work))
 

@@ -41,13 +41,12 @@ def commands():
 
 @pytest.fixture
 def place(tmp_path, commands):
-    """Six documents, ingested in the context `neutral`; one is pinned."""
+    """Six documents, ingested in the context `neutral`."""
     found = Place(tmp_path / "work", tmp_path / "kept")
     found.work.mkdir()
     for name in ("amber", "basalt", "copper", "denim", "ebony", "flint"):
         found.write(name)
     succeeded(commands.run(*INGEST, cwd=found.work))
-    succeeded(commands.run("pin", "corpus/basalt.md", *PLACE, cwd=found.work))
     return found
 
 
@@ -86,8 +85,8 @@ def entries(work: Path) -> dict[str, bytes]:
 
 
 def basalt_is_gone(work: Path) -> None:
-    """Nothing holds a word of the pinned document any more, and no pin is left."""
-    assert files_with(work, "basalt") == [] == list((work / "kv" / "pins").glob("*.json"))
+    """Nothing holds a word of the document any more."""
+    assert files_with(work, "basalt") == []
 
 
 def killed_and_run_again(
@@ -174,8 +173,6 @@ def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(commands, plac
         data[rng.randrange(len(data))] ^= 1
         path.write_bytes(data)
     rng.choice([path for path in paths if path.exists()]).unlink()
-    pin = next((place.work / "kv" / "pins").glob("*.json"))
-    pin.write_bytes(pin.read_bytes().replace(b"basalt", b"basilt"))
     whole = {path.name for path in paths}
 
     def all_there(work: Path) -> None:
@@ -183,7 +180,7 @@ def test_a_killed_repair_loses_nothing_that_the_rerun_calls_clean(commands, plac
         succeeded(commands.run("verify", *PLACE, cwd=work))
 
     said = killed_and_run_again(commands, place, ("verify", "--repair", *PLACE), all_there)
-    counted(f"{said}: 9 entries and a pin mended")
+    counted(f"{said}: 9 entries mended")
 
 
 @pytest.mark.slow
@@ -194,10 +191,7 @@ def test_a_killed_gc_is_finished_by_the_next(commands, place, counted):
     argv = ("gc", "--max-size", f"{sum(path.stat().st_size for path in paths) // 2}B", *PLACE)
     paths[0].rename(paths[0].with_suffix(".damaged"))
 
-    def pinned(work: Path) -> None:
-        assert "pinned" in commands.run("stats", *PLACE, cwd=work).out
-
-    counted(killed_and_run_again(commands, place, argv, pinned))
+    counted(killed_and_run_again(commands, place, argv))
 
 
 @pytest.mark.slow

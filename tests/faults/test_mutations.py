@@ -1,6 +1,6 @@
 """Bytes of every kind of file changed at random: no wrong answer, no traceback; `verify` finds and repairs the damage.
 
-`RAGBLEND_FAULTS=full` makes 2,000 mutations. One that `verify` does not find must have changed no entry, row, pin,
+`RAGBLEND_FAULTS=full` makes 2,000 mutations. One that `verify` does not find must have changed no entry, row,
 vector or metadata file. One that it finds is repaired by `verify --repair`, or by the fix that its message names.
 """
 
@@ -36,7 +36,6 @@ from ragblend.engine.tuning.machine import machine_facts, write_profile
 from ragblend.errors import RagblendError
 from ragblend.files.store_folder import CATALOG_FILE
 from ragblend.index import open_index
-from ragblend.ingestion.documents import pin_document
 from ragblend.operations.maintenance import repair_store, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index
 from ragblend.prompt.render import Renderer
@@ -51,13 +50,12 @@ KINDS = {
     "entry": "kv/kv/??/*.safetensors",
     "catalogue": "kv/catalog.sqlite",
     "model note": "kv/models/*.json",
-    "pin": "kv/pins/*.json",
     "calibration": "kv/calibrations/*.json",
     "machine": "kv/machines/*.json",
     "vectors": "kv/vectors.faiss",
 }
-LOSABLE = {"model note", "pin", "calibration", "machine"}
-"""Files without which a store is another whole store: of a model not used yet, unpinned, not calibrated or measured."""
+LOSABLE = {"model note", "calibration", "machine"}
+"""Files without which a store is another whole store: of a model not used yet, not calibrated or measured."""
 DOCUMENTED = {0, 1, 3, 4}
 QUESTION = "What is the secret of amber room 1?"
 
@@ -127,7 +125,6 @@ def contents(work: Path) -> dict[str, Any]:
         }
         return {
             "entries": {path.stem: path.read_bytes() for path in work.glob(KINDS["entry"])},
-            "pins": disk.pins(),
             "models": disk.models(),
             "calibrations": {path.name: path.read_bytes() for path in work.glob(KINDS["calibration"])},
             "machines": {path.name: path.read_bytes() for path in work.glob(KINDS["machine"])},
@@ -149,8 +146,6 @@ def fill(work: Path) -> None:
         (work / "corpus" / f"{name}.md").write_text(text_about(name))
     with load_engine("demo", work / "kv") as engine:
         bring_in(work, engine)
-        with open_index(work / "kv") as index:
-            pin_document(index.sources()[0], engine, index)
         disk = DiskStore(work / "kv")
         points = tuple(CurvePoint(ratio, ratio, 1.0, 0.9, 1.0, 0.0, ratio) for ratio in (0.0, 1.0))
         fit = RuleFit("cacheblend", 1, 0.5, True, points)
@@ -223,7 +218,7 @@ def test_no_mutation_gives_a_wrong_answer_or_goes_unnoticed(part, kept, counted,
             assert code == 0, (what, said, capsys.readouterr())
             after = contents(work)
             for name in whole:
-                if name in ("calibrations", "machines", "pins"):  # cannot be computed again: deleted, with a message
+                if name in ("calibrations", "machines"):  # cannot be computed again: deleted, with a message
                     assert after[name].items() <= whole[name].items(), f"{what}: other {name}"
                 else:
                     assert after[name] == whole[name], f"{what}: other {name}"

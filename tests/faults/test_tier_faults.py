@@ -301,7 +301,7 @@ def test_a_store_that_may_not_be_written_still_answers_and_refuses_clearly(open_
         with pytest.raises(StoreNotWritableError, match=r"another place .`store`"):
             store.put(make_kv(99))
         with pytest.raises(StoreNotWritableError):
-            disk.pin("doc", [kvs[0].header.key])
+            disk.put_model("0123456789abcdef", {"model": "doc"})
         assert_same(store.get(make_kv(99).header.key), make_kv(99))  # memory and Redis took it
         assert store.close(30)
     for path in (open_directory, open_directory / "kv", *open_directory.glob("kv/??")):

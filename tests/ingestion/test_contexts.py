@@ -17,7 +17,7 @@ from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
 from ragblend.index import open_index
 from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.documents import pin_document, remove_indexed_documents
+from ragblend.ingestion.documents import remove_indexed_documents
 from ragblend.operations.maintenance import collect_garbage, push_store, repair_store, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index, precompute_documents, precompute_index
 
@@ -123,14 +123,11 @@ def test_another_context_is_refused_by_ingest_and_set_by_precompute(docs, opened
     with pytest.raises(UsageError, match="precompute --context none"):
         bring_in(docs, engine, context="none")
     with open_engine_index(docs.parent / "kv", engine, create=False) as index:
-        pin_document(str(docs / "fox.txt"), engine, index)
         for policy, num_new, num_removed in (("none", 0, 4), ("neutral", 4, 0), ("none", 0, 4)):
             report = precompute_index(engine, index, policy)
             assert (report.num_new_kv, report.num_removed_kv) == (num_new, num_removed)
             wanted = {engine.key(chunk) for chunk in chunk_variants(index.chunks(), policy)}
             assert set(engine.store.keys()) == wanted
-            pinned = engine.store.find_tier(DiskStore).pins()[str(docs / "fox.txt")]
-            assert set(pinned) == {engine.key(chunk) for chunk in chunk_variants([Chunk(TEXTS["fox"])], policy)}
             assert (engine.context, engine.store.read_context_policy()) == (policy, policy)
 
 

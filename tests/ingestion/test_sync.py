@@ -30,7 +30,7 @@ from ragblend.errors import (
     RagblendError,
 )
 from ragblend.index import ChunkIndex, open_index
-from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_indexed_documents
+from ragblend.ingestion.documents import find_indexed_documents, remove_indexed_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index, precompute_documents
@@ -138,13 +138,11 @@ GONE: dict[str, Callable[[Path], Any]] = {
 def test_a_file_that_is_gone_is_gone_from_everything(corpus, way):
     corpus.write(a_txt=FOX, b_txt=KERN)
     corpus.ingest()
-    pin_document(f"{corpus.docs}/a.txt", corpus.engine, corpus.index)
     GONE[way](corpus.docs / "a.txt")
     report = corpus.ingest()
     assert report.removed == [f"{corpus.docs}/a.txt"]
     assert (report.num_removed_kv, report.failures) == (1, [])
     assert corpus.texts() == {KERN}
-    assert corpus.engine.store.find_tier(DiskStore).pins() == {}
 
 
 @pytest.mark.parametrize(
@@ -474,27 +472,22 @@ def test_readers_notes_are_in_the_report_of_their_run(corpus, monkeypatch):
     assert corpus.ingest().notes == []
 
 
-def test_gc_of_orphans_takes_kv_ids_and_pins_and_nothing_else(corpus):
+def test_gc_of_orphans_takes_kv_and_ids_and_nothing_else(corpus):
     corpus.write(a_txt="\n\n".join(PARTS[:2]), b_txt=BELL)
     corpus.ingest(chunk_size=24)
-    pin_document(f"{corpus.docs}/b.txt", corpus.engine, corpus.index)
     before = sorted(corpus.engine.store.keys())
     chunks = [Chunk("An orphan."), Chunk("An orphan.", context="neutral"), Chunk("Another.", context="neutral")]
     list(corpus.engine.precompute_all(chunks))
     orphans = [corpus.engine.key(chunk) for chunk in chunks]
-    corpus.engine.store.find_tier(DiskStore).pin("gone.txt", orphans[:1])
-    corpus.engine.store.find_tier(DiskStore).pin("by hand", before[:1])
     assert verify_and_quarantine(corpus.root / "kv").orphans == 3
     for dry_run in (True, False):
         garbage = collect_garbage(corpus.root / "kv", orphans=True, dry_run=dry_run)
         assert sorted(garbage.evicted) == sorted(orphans)
-        assert garbage.pins == ("gone.txt",)
     assert sorted(DiskStore(corpus.root / "kv").keys()) == before
     with open_ledger(corpus.engine.store) as ledger:
         assert set(ledger.texts()) == {chunk.text.strip() for chunk in corpus.index.chunks()}
     known = corpus.engine.known_chunks
     assert [text in known for text in ("An orphan.", "Another.", BELL)] == [False, False, True]
-    assert set(corpus.engine.store.find_tier(DiskStore).pins()) == {f"{corpus.docs}/b.txt", "by hand"}
 
 
 def test_a_text_shared_with_a_frameworks_document_outlives_the_index(corpus):

@@ -20,8 +20,7 @@ from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.store.disk import DiskStore
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.contexts import chunk_variants
-from ragblend.ingestion.documents import find_indexed_documents, pin_document, remove_indexed_documents
+from ragblend.ingestion.documents import find_indexed_documents, remove_indexed_documents
 from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
 from ragblend.precompute import ingest, open_engine_index
 
@@ -205,8 +204,6 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         ingest(folder.root, engine, index, **OPTIONS)
         for _ in range(NUM_STEPS):
             rng.choice(STEPS)(folder)
-            if rng.random() < 0.2:
-                pin_document(rng.choice(index.sources()), engine, index)
             if rng.random() < 0.05:
                 remove_indexed_documents(find_indexed_documents(rng.choice(index.sources()), index), engine, index)
             if rng.random() < 0.2:
@@ -215,10 +212,6 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
         monkeypatch.chdir(tmp_path)
         ingest("docs", engine, index, **OPTIONS)
         followed = state(tmp_path, engine, index)
-        pins = engine.store.find_tier(DiskStore).pins()
-        assert pins.keys() <= followed["chunks"].keys()
-        for source, keys in pins.items():
-            assert set(keys) == {engine.key(chunk) for chunk in chunk_variants(followed["chunks"][source], "none")}
         again = ingest("docs", engine, index, **OPTIONS)
         assert (again.num_new_kv, again.num_updated, again.removed, again.num_removed_kv) == (0, 0, [], 0)
         assert again.num_unchanged == again.num_documents == len(followed["chunks"])
@@ -238,5 +231,5 @@ def test_after_any_edits_everything_is_as_after_a_fresh_ingest(seed, tmp_path, m
     verified = verify_and_quarantine(tmp_path / "kv")
     assert (verified.damaged, verified.orphans, verified.index_problems) == ({}, 0, [])
     garbage = collect_garbage(tmp_path / "kv", orphans=True)
-    assert (garbage.evicted, garbage.pins) == ((), ())
+    assert garbage.evicted == ()
     counted(f"{NUM_STEPS} edits of a folder of {NUM_FILES} files, {num_runs} ingestions: as a fresh one, seed {seed}")

@@ -205,7 +205,7 @@ KINDS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize(
     "place",
     ["i/catalog.sqlite", "i/vectors.faiss", "s/catalog.sqlite", "ragblend.toml",
-     "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/pins/x.json", "config/ragblend/store.key"],
+     "docs/.gitignore", "s/models/{}.json", "s/calibrations/x.json", "s/machines/x.json", "config/ragblend/store.key"],
 )  # fmt: skip
 def test_a_key_file_that_is_no_file_is_an_error_without_hanging(run, kind, place):
     ingest(run)

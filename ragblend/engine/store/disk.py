@@ -60,7 +60,7 @@ class GcResult(NamedTuple):
 
     `evicted`: keys of the deleted entries. `num_quarantined`: number of deleted damaged files, moved aside earlier.
     `num_temp_files`: number of deleted temporary files. `freed_bytes`: size of all deleted files. `kept_bytes`: size of
-    the remaining entries. `pins`: the documents whose pins were deleted, which only `collect_garbage` deletes.
+    the remaining entries.
     """
 
     evicted: tuple[str, ...]
@@ -68,16 +68,15 @@ class GcResult(NamedTuple):
     num_temp_files: int
     freed_bytes: int
     kept_bytes: int
-    pins: tuple[str, ...] = ()
 
 
 class DiskStore(StoreMetadata, KVStore):
     """KVStore in a directory, safe to share between threads and processes.
 
     `capacity_bytes`: the byte budget of the entries; None for no limit, "auto" for half of the space that is free or
-    used by entries (see `auto_limit`). If necessary, a `put` first evicts the least recently used entries that are not
-    pinned. The directory is not listed at each `put` (see `eviction`). A process may therefore write up to 1/16 of the
-    budget before it counts the entries of other processes. Several processes may each exceed the budget by that much.
+    used by entries (see `auto_limit`). If necessary, a `put` first evicts the least recently used entries. The
+    directory is not listed at each `put` (see `eviction`). A process may therefore write up to 1/16 of the budget
+    before it counts the entries of other processes. Several processes may each exceed the budget by that much.
 
     `store_key`: entries are signed with it, and entries without its signature are ignored (see `signing`). The default
     is the process's key, if there is one.
@@ -124,9 +123,7 @@ class DiskStore(StoreMetadata, KVStore):
         self._writer = (
             self._entries if is_apart else self._directory
         )  # a directory's group may read the files that it writes
-        self._evictor = DiskEvictor(
-            self.kv_dir, capacity_bytes, pinned=self.pinned_keys, evicted=lambda key: self._count(num_evicted=1)
-        )
+        self._evictor = DiskEvictor(self.kv_dir, capacity_bytes, evicted=lambda key: self._count(num_evicted=1))
 
     @property
     def folder(self) -> Path:
@@ -172,8 +169,7 @@ class DiskStore(StoreMetadata, KVStore):
         """Store a chunk. An entry with the same key is replaced. A damaged file of this key is deleted, too.
 
         With `fsync`, the entry survives a crash once `put` returns. Raises StoreFullError if the disk or the budget is
-        full, and StoreNotWritableError for other failures of the disk. Raises CorruptError if entries must be evicted
-        and a pin file is damaged. After an error, no part of the entry is left.
+        full, and StoreNotWritableError for other failures of the disk. After an error, no part of the entry is left.
         """
         path = self._path(kv.header.key)
         held = load_into_memory(kv)
@@ -349,27 +345,25 @@ class DiskStore(StoreMetadata, KVStore):
     ) -> GcResult:
         """Delete temporary files, damaged files, entries that are not needed, and the least recently used entries.
 
-        - is_needed: is called with each key. If it returns False, the entry is deleted, even if it is pinned. If it
-          returns True, the entry may still be evicted. None: all entries are needed.
-        - max_bytes: the byte budget of the remaining entries; None evicts nothing. Pinned entries are not evicted.
+        - is_needed: is called with each key. If it returns False, the entry is deleted. If it returns True, the
+          entry may still be evicted. None: all entries are needed.
+        - max_bytes: the byte budget of the remaining entries; None evicts nothing.
         - dry_run: delete nothing, and return what would be deleted.
 
-        Raises UsageError for a negative `max_bytes`. Raises CorruptError, with nothing deleted, if `max_bytes` is given
-        and a pin cannot be read. Raises StoreNotWritableError if some files could not be deleted.
+        Raises UsageError for a negative `max_bytes`. Raises StoreNotWritableError if some files could not be deleted.
         """
         if max_bytes is not None and max_bytes < 0:
             raise UsageError(f"max_bytes is {max_bytes}; choose 0 (empty the store) or more")
         leftovers = [*self._directory.find_stale_files(), *self._entries.find_stale_files()]
         quarantined = list(self._stats(DAMAGED_SUFFIX))
         entries = self._by_last_use()
-        pinned = self.pinned_keys() if max_bytes is not None else frozenset()
         kept_bytes = sum(stat.st_size for _, stat in entries)
         unwanted = {path for path, _ in entries if is_needed is not None and not is_needed(path.stem)}
         kept_bytes -= sum(stat.st_size for path, stat in entries if path in unwanted)
         evicted = []
         for path, stat in entries:  # oldest first
             if path not in unwanted:
-                if max_bytes is None or kept_bytes <= max_bytes or path.stem in pinned:
+                if max_bytes is None or kept_bytes <= max_bytes:
                     continue
                 kept_bytes -= stat.st_size
             evicted.append((path, stat))

@@ -21,7 +21,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -55,9 +54,8 @@ class _TrackedEntry(NamedTuple):
 class DiskEvictor:
     """Evicts entries of the directory `root`, so that together they take at most `capacity` bytes.
 
-    A table in memory has the size and last use of each known entry. With `capacity` None, nothing is evicted. `pinned`
-    returns the keys of entries that must stay. `evicted` is called with the key of each evicted entry. Safe to share
-    between threads.
+    A table in memory has the size and last use of each known entry. With `capacity` None, nothing is evicted.
+    `evicted` is called with the key of each evicted entry. Safe to share between threads.
     """
 
     def __init__(
@@ -65,11 +63,10 @@ class DiskEvictor:
         root: Path,
         capacity: Capacity,
         *,
-        pinned: Callable[[], AbstractSet[str]],
         evicted: Callable[[str], None],
     ) -> None:
         self._root, self._capacity = root, capacity
-        self._pinned, self._evicted = pinned, evicted
+        self._evicted = evicted
         self._held: OrderedDict[str, _TrackedEntry] = OrderedDict()  # least recently used first
         self._used_bytes = 0
         self._kept_bytes = 0  # the largest bytes held, less deleted ones: "auto" does not evict below it
@@ -85,7 +82,7 @@ class DiskEvictor:
     def reserve(self, key: str, nbytes: int) -> Iterator[None]:
         """Context manager: evict entries until a new entry of `nbytes` fits. The caller writes it inside the block.
 
-        Raises StoreFullError if the entry exceeds the budget, or if pinned entries leave too little space.
+        Raises StoreFullError if the entry exceeds the budget, less the size of damaged files that cannot be deleted.
         """
         if self._capacity is None or (self._looked_s is None and self.certainly_fits(nbytes)):
             yield
@@ -195,8 +192,9 @@ class DiskEvictor:
                 is_fresh, limit = True, self._limit()
             else:
                 raise StoreFullError(
-                    f"chunk {key} needs {format_bytes(nbytes)}, pinned entries leave no room for it in {self._root}; "
-                    f"unpin a document (ragblend unpin DOC), or raise disk_gib{self._full_reason()}"
+                    f"chunk {key} needs {format_bytes(nbytes)}, and evicting all other entries leaves no room for it "
+                    f"in the budget of {self._root}, {format_bytes(int(limit))}{self._full_reason()}; delete its "
+                    f"*{DAMAGED_SUFFIX} files, or raise disk_gib"
                 )
 
     def _limit(self) -> float:
@@ -219,14 +217,13 @@ class DiskEvictor:
             return self._used_bytes - own_bytes + sum(self._damaged_bytes.values()) + nbytes - limit
 
     def _choose_victims(self, key: str, excess_bytes: float) -> list[str] | None:
-        """Return the entries to evict, in order; None if pinned entries leave too little space."""
-        spared = {*self._pinned(), key}
+        """Return the entries to evict, in order; None if evicting all others frees too little space."""
         with self._lock:
             leaving = []
             for other, held in self._held.items():
                 if excess_bytes <= 0:
                     break
-                if other not in spared:
+                if other != key:
                     leaving.append(other)
                     excess_bytes -= held.nbytes
             return leaving if excess_bytes <= 0 else None
@@ -258,7 +255,7 @@ class DiskEvictor:
             self._has_evicted = True
             log.warning(
                 "the store %s has reached its budget of %s%s: new KV evicts the least recently used KV, also of "
-                "ingested documents. Set a larger budget (disk_gib), or pin documents: ragblend pin DOC",
+                "ingested documents. Set a larger budget (disk_gib)",
                 self._root,
                 format_bytes(int(self._limit())),
                 self._full_reason(),

@@ -1,7 +1,6 @@
 """Metadata of a store's folder: small JSON files with a checksum, and a signature where the store has a key.
 
     ROOT/models/FINGERPRINT.json    facts about a model whose KV the store holds
-    ROOT/pins/DIGEST.json           a pinned document and the keys of its entries
     ROOT/calibrations/NAME.json     a calibration (see `calibration`)
     ROOT/machines/NAME.json         the prefill times and read speeds of a machine (see `machine`)
     ROOT/context.json               the context policy of the chunks (see `keys`)
@@ -13,12 +12,10 @@ Works on names, JSON values and one folder. Does not depend on entries.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
-
-from xxhash import xxh3_128_hexdigest
 
 from ragblend.engine.store.base import EntryCheck
 from ragblend.engine.store.eviction import NAME
@@ -32,11 +29,11 @@ from ragblend.options import CONTEXT, ContextPolicy
 
 log = logging.getLogger(__name__)
 
-MODELS_DIR, PINS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "pins", "machines", "calibrations"
+MODELS_DIR, MACHINES_DIR, CALIBRATIONS_DIR = "models", "machines", "calibrations"
 CONTEXT_FILE = "context.json"
 DEFAULTS_FILE = "store.json"
 METADATA_DIRS = (MODELS_DIR, CALIBRATIONS_DIR, MACHINES_DIR)
-"""Folders whose JSON files are signed if the store has a key. Pins are not signed: they only affect eviction."""
+"""Folders whose JSON files are signed if the store has a key."""
 
 
 class StoreDefaults(NamedTuple):
@@ -50,9 +47,9 @@ class StoreDefaults(NamedTuple):
 
 
 class StoreMetadata:
-    """The metadata files of a store: pins, models, calibrations, context policy and defaults.
+    """The metadata files of a store: models, machines, calibrations, context policy and defaults.
 
-    `root`: the store's folder. `store_key`: signs all files except pins and the context policy; None signs nothing.
+    `root`: the store's folder. `store_key`: signs all files except the context policy; None signs nothing.
     """
 
     root: Path
@@ -69,40 +66,11 @@ class StoreMetadata:
         self._had_models_dir = self._had_models_dir or has_models_dir
         return not (has_models_dir if self._had_models_dir else self.root.is_dir())
 
-    def pin(self, document: str, keys: Sequence[str]) -> None:
-        """Protect a document's entries from eviction until `unpin`, in all processes and also after restarts.
-
-        document: the document's name in the index. keys: the keys of its entries, which may be stored later. Replaces
-        an earlier pin of the document. Raises StoreFullError or StoreNotWritableError if the pin cannot be written.
-        """
-        self._write_metadata(self._pin_path(document), {"document": document, "keys": sorted(set(keys))})
-
-    def unpin(self, document: str) -> bool:
-        """Delete the pin of a document; return True if it was pinned. Raises StoreNotWritableError."""
-        return remove_file(self._pin_path(document))
-
-    def pins(self) -> dict[str, tuple[str, ...]]:
-        """Return, for each pinned document, the keys of its entries. Unreadable pins are skipped with a warning."""
-        notes = self._read_metadata(PINS_DIR, _warn)
-        return {str(note["document"]): tuple(map(str, note["keys"])) for _, note in notes}
-
-    def pinned_keys(self) -> frozenset[str]:
-        """Return the keys of the entries of all pinned documents. Raises CorruptError for an unreadable pin."""
-
-        def refuse(path: Path, error: Exception) -> None:
-            raise CorruptError(
-                f"{path} is damaged ({error}), so the entries that it pins are not known, and nothing is evicted. "
-                f"Repair it: ragblend verify --repair --store {self.root}"
-            )
-
-        return frozenset(str(key) for _, note in self._read_metadata(PINS_DIR, refuse) for key in note["keys"])
-
-    def pin_location(self, document: str) -> str:
-        """Return the path of a document's pin file below `root`. `verify_metadata` uses it as `EntryCheck.key`."""
-        return _place(self._pin_path(document))
-
     def put_model(self, fingerprint: str, facts: Mapping[str, Any]) -> None:
-        """Store facts about a model (name, dtype, number of layers, ...) as JSON. Raises the errors of `pin`."""
+        """Store facts about a model (name, dtype, number of layers, ...) as JSON.
+
+        Raises StoreFullError or StoreNotWritableError if the file cannot be written.
+        """
         self._write_metadata(self._model_path(fingerprint), facts)
 
     def models(self) -> dict[str, dict[str, Any]]:
@@ -119,13 +87,19 @@ class StoreMetadata:
         return self._model_path(fingerprint).exists()
 
     def put_calibration(self, filename: str, facts: Mapping[str, Any]) -> Path:
-        """Store the `facts` of a calibration under `filename`; return the file's path. Raises the errors of `pin`."""
+        """Store the `facts` of a calibration under `filename`; return the file's path.
+
+        Raises the errors of `put_model`.
+        """
         path = self.root / CALIBRATIONS_DIR / filename
         self._write_metadata(path, facts)
         return path
 
     def put_defaults(self, defaults: StoreDefaults) -> None:
-        """Store model and system prompt of the latest ingestion. Replaces earlier ones. Raises the errors of `pin`."""
+        """Store model and system prompt of the latest ingestion. Replaces earlier ones.
+
+        Raises the errors of `put_model`.
+        """
         self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
 
     def read_defaults(self) -> StoreDefaults:
@@ -145,7 +119,7 @@ class StoreMetadata:
             ) from error
 
     def put_context_policy(self, policy: ContextPolicy) -> None:
-        """Store the context policy with which chunks are precomputed. Raises the errors of `pin`."""
+        """Store the context policy with which chunks are precomputed. Raises the errors of `put_model`."""
         self._write_metadata(self.root / CONTEXT_FILE, {"context": policy})
 
     def read_context_policy(self) -> ContextPolicy | None:
@@ -171,15 +145,15 @@ class StoreMetadata:
         """Yield an EntryCheck for each metadata file with a problem. `EntryCheck.key` is the file's path below `root`.
 
         A file has a problem if it is damaged, if it should be signed with the store's key and is not, or if
-        `problem_of` returns a text. problem_of: called with path and facts of each intact file of a model, calibration,
-        machine or pin. Returns the problem as text; "" for none.
+        `problem_of` returns a text. problem_of: called with path and facts of each intact file of a model, calibration
+        or machine. Returns the problem as text; "" for none.
         """
         found = list[EntryCheck]()
 
         def complain(path: Path, error: Exception) -> None:
             found.append(EntryCheck(_place(path), False, str(error)))
 
-        for folder in (*METADATA_DIRS, PINS_DIR):
+        for folder in METADATA_DIRS:
             for path, note in self._read_metadata(folder, complain):
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
@@ -236,9 +210,6 @@ class StoreMetadata:
                 count += self._write_metadata(self.root / DEFAULTS_FILE, known._asdict())
         return count
 
-    def _pin_path(self, document: str) -> Path:
-        return self.root / PINS_DIR / f"{xxh3_128_hexdigest(document.encode())}.json"
-
     def _model_path(self, fingerprint: str) -> Path:
         return self.root / MODELS_DIR / f"{checked_name(fingerprint)}.json"
 
@@ -251,7 +222,7 @@ def _note_kind(path: Path) -> str:
     """Return the kind under which a file is signed. Facts about a model do not name it, so the kind does."""
     if path.name in (CONTEXT_FILE, DEFAULTS_FILE):
         return path.name
-    return _place(path) if path.parent.name in (MODELS_DIR, PINS_DIR) else path.parent.name
+    return _place(path) if path.parent.name == MODELS_DIR else path.parent.name
 
 
 def _place(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What leaves the disk first, by last use, pinned entries staying; and the limit of a store of which nobody set one."""
+"""What leaves the disk first, by last use; and the limit of a store of which nobody set one."""
 
 from __future__ import annotations
 
@@ -60,6 +60,17 @@ def test_damaged_files_leave_before_any_entry_does(tmp_path):
     store.put(kvs[3])
     assert [store.contains(kv.header.key) for kv in kvs] == [False, True, True, True]
     assert store.nbytes() <= 3 * size + size // 2
+
+
+def test_damaged_files_that_cannot_be_deleted_count_against_the_budget(tmp_path):
+    kv = make_kv()
+    path = path_of(tmp_path / "kv", kv.header.key).with_suffix(".damaged")
+    (path / "file").mkdir(parents=True)  # a folder is not deleted
+    room = file_bytes(kv, tmp_path) + path.stat().st_size - 1
+    store = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=room)
+    with pytest.raises(StoreFullError, match=r"delete its \*.damaged files, or raise disk_gib"):
+        store.put(kv)
+    assert list(store.keys()) == []
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -184,32 +195,6 @@ def test_a_store_that_others_change_is_followed(tmp_path):
     assert len(list(store.keys())) == 20
 
 
-def test_pins_survive_restarts_and_hold_against_budget_and_gc(tmp_path):
-    kvs = [make_kv(seed) for seed in range(12)]
-    size = file_bytes(kvs[0], tmp_path)
-    first = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=4 * size + size // 2)
-    for kv in kvs[:2]:
-        first.put(kv)
-    first.pin("docs/contract.md", [kv.header.key for kv in kvs[:2]])
-    again = DiskStore(tmp_path / "kv", fsync=False, capacity_bytes=4 * size + size // 2)
-    assert again.pins() == {"docs/contract.md": tuple(sorted(kv.header.key for kv in kvs[:2]))}
-    for kv in kvs[2:]:
-        again.put(kv)
-    for kv in kvs[:2]:
-        assert_same(again.get(kv.header.key), kv)
-    assert set(again.gc(max_bytes=0).evicted) == {kv.header.key for kv in kvs[-2:]}
-    assert len(list(again.keys())) == 2
-    assert first.unpin("docs/contract.md")
-    assert not again.unpin("docs/contract.md")
-    assert len(again.gc(max_bytes=0).evicted) == 2
-    again.pin("everything", [kv.header.key for kv in kvs[:4]])
-    for kv in kvs[:4]:
-        again.put(kv)
-    with pytest.raises(StoreFullError, match="ragblend unpin DOC"):
-        again.put(kvs[5])
-    assert len(list(again.keys())) == 4
-
-
 def test_a_clock_that_went_back_costs_no_entry_and_no_answer(tmp_path, counted):
     """Entries stamped a day ahead neither stay for ever nor push out what is written now."""
     kvs = [make_kv(seed) for seed in range(8)]
@@ -258,7 +243,7 @@ def test_threads_that_write_at_once_stay_within_the_budget(tmp_path):
 
 
 def test_two_writing_threads_never_reserve_the_same_space(tmp_path):
-    evictor = DiskEvictor(tmp_path, 1000, pinned=frozenset, evicted=lambda key: None)
+    evictor = DiskEvictor(tmp_path, 1000, evicted=lambda key: None)
     has_room = threading.Event()
 
     def write_second() -> None:

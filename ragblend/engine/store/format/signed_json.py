@@ -19,8 +19,8 @@ def encode_signed_json(facts: Mapping[str, Any], kind: str, key: StoreKey | None
 
     kind: any text. It is part of checksum and signature, so `decode_signed_json` rejects a file of another kind.
 
-    >>> decode_signed_json(encode_signed_json({"document": "a.txt"}, "pin"), "pin")
-    {'document': 'a.txt'}
+    >>> decode_signed_json(encode_signed_json({"context": "none"}, "context.json"), "context.json")
+    {'context': 'none'}
     """
     plain = json.loads(json.dumps(dict(facts)))  # as `decode_signed_json` reads them
     return _written(plain, kind, None if key is None else key.sign("note", kind, _message(plain)))
