@@ -221,7 +221,7 @@ def drop_files_that_block_opening(report: VerifyReport, store: str | Path, *, kv
 
 
 def _repair_files(report: VerifyReport, disk: DiskStore) -> None:
-    """Remove the damaged files that are not entries."""
+    """Delete damaged metadata files. The problems of a damaged catalogue are added to `report.unrepaired`."""
     still = {result.key for result in disk.verify_metadata(calibration_problem)}
     for place, reason in report.damaged_files.items():
         if place == CATALOG_FILE:

@@ -119,7 +119,7 @@ def test_gc_of_a_store_that_cannot_be_written_claims_nothing(tmp_path, commands,
 
 
 def test_a_full_disk_is_called_full_by_every_command(tmp_path, commands, counted):
-    with small_disk(tmp_path / "small", "24m") as work:
+    with small_disk(tmp_path / "small", "64m") as work:
         place = Place(work, tmp_path / "kept")
         fill(place, commands)
         names = list(COMMANDS) if FULL else random.Random(0).sample(list(COMMANDS), 5)
