@@ -85,7 +85,7 @@ def test_what_is_told_adds_up_to_what_is_there(steps, every):
 def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory):
     loading = LoadingController(MACHINE)
     loading.apply_delta(MemoryTierDelta(tuple(KEYS[:in_memory])))
-    tuning = RequestTuning("cacheblend", 0.15, None, is_auto_ratio=True)
+    tuning = RequestTuning("cacheblend", 0.15, adapts_ratio=True)
     found = loading.decide([tuning], 75, 5, loading.stored_chunks(runs(3)))
     chunks = [LoadableChunk("memory" if at < in_memory else "disk", 20, NBYTES) for at in range(3)]
     assert found == decide_reuse(MACHINE, [RuleChoice("cacheblend", 0.15)], 75, 5, chunks, tier_speeds(MACHINE, {}))

@@ -25,7 +25,7 @@ anything = st.recursive(
 
 
 def test_parameters_survive_json():
-    asked = BlendParams("blend", "random", 0.2, "team", 4, 0.3)
+    asked = BlendParams("blend", "random", 0.2, refine_ratio=0.3, namespace="team", seed=4)
     behind = BlendParams("ingest", span=(3, 9))
     selected = BlendParams(rule="cacheblend", check_layers=[1, 8], recompute_ratios=[0.2, 0.1], blend_min_tokens=256)
     for params in (asked, behind, selected):
