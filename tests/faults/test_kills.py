@@ -60,11 +60,10 @@ def state(work: Path) -> dict[str, Any]:
     ]
     vectors = faiss.read_index(str(work / "kv" / "vectors.faiss"))
     tables = {
-        "documents": "SELECT id, source, version FROM documents",
+        "documents": "SELECT id, source, version, file_version, top FROM documents",
         "chunks": "SELECT id, key, metadata, vector FROM chunks",
-        "files": "SELECT path, version, top FROM files",
-        "orphaned texts": "SELECT text FROM deletions WHERE text <> ''",
-        "pending deletions": "SELECT key FROM deletions WHERE key <> ''",
+        "lost texts": "SELECT source, text FROM lost_texts",
+        "pending deletions": "SELECT key FROM deletions",
         "texts": "SELECT text FROM texts",
         "owners": "SELECT collection, documents.id, key FROM documents JOIN chunks ON document = number",
         "stored": "SELECT key FROM entries WHERE fingerprint <> ''",
