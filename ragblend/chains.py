@@ -139,7 +139,7 @@ def create_history_aware_blend_chain(
     alone = chat.bind(strict=False) if _is_blend_model(chat) else chat
     rewrite = _runnable(rephrase) if rephrase is not None else REPHRASE_PROMPT | alone | StrOutputParser()
     first = RunnableLambda(itemgetter("input"))
-    query = RunnableBranch((lambda given: not given.get("chat_history"), first), rewrite)
+    query = RunnableBranch((lambda inputs: not inputs.get("chat_history"), first), rewrite)
     asked = RunnableLambda(_as_input) | RunnablePassthrough.assign(search_query=query)
     return _chain(asked, "search_query", retriever, chat, system).with_config(run_name="history_aware_blend_chain")
 

@@ -390,9 +390,9 @@ def precompute_documents(
     wanted = [*chunks, *chunk_variants((chunk for chunk in chunks if chunk.context is None), engine.context)]
     prefill = prefill or (workers.prefill if workers is not None else prefill_here)
     texts_before = {name: ledger.texts_of(name) for name in texts_of}
-    with show_progress(progress) as shown:
-        report = precompute_chunks(wanted, engine, shown, texts_of=texts_of, ledger=ledger, prefill=prefill)
-        _measure_default_ratio(chunks, engine, shown, prefill)
+    with show_progress(progress) as reporter:
+        report = precompute_chunks(wanted, engine, reporter, texts_of=texts_of, ledger=ledger, prefill=prefill)
+        _measure_default_ratio(chunks, engine, reporter, prefill)
     for failure in report.failures:  # of the remote tier
         logger.warning("%s: %s", *failure)
     report.num_chunks, report.failures, report.skipped = len(chunks), failures + report.failures, skipped

@@ -58,7 +58,7 @@ def redact_message(message: str, url: str) -> str:
     message = message.replace(url, redact_url(url)) if url else message
     for piece in sorted(set(_pieces(url)), key=len, reverse=True):
         message = message.replace(piece, HIDDEN)
-    message = _URL.sub(lambda found: redact_url(found[0]), message)
+    message = _URL.sub(lambda match: redact_url(match[0]), message)
     return _PAIR.sub(lambda pair: f"{pair['name']}={HIDDEN}" if is_secret(pair["name"]) else pair[0], message)
 
 

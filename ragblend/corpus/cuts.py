@@ -48,8 +48,8 @@ def find_grapheme_ends(text: str, start: int, end: int) -> list[int]:
 
 def start_of_word(text: str, ends: Sequence[int], index: int) -> int:
     """Return the offset at which word `index` begins; `len(text)` after the last word. `ends`: ends of the words."""
-    found = _NO_BLANK.search(text, ends[index - 1] if index else 0)
-    return found.start() if found else len(text)
+    match = _NO_BLANK.search(text, ends[index - 1] if index else 0)
+    return match.start() if match else len(text)
 
 
 def _strength(text: str, start: int, end: int, after: int, layout: Layout) -> int:

@@ -193,5 +193,5 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> tuple[str, str, bool]:
         return text[: min(stops)[1]], "", True
     longest = min(max(map(len, stop), default=0) - 1, len(text))
     ends = (text[-size:] for size in range(longest, 0, -1))
-    held = next((end for end in ends if any(each.startswith(end) for each in stop)), "")
-    return text[: len(text) - len(held)], held, False
+    partial_stop = next((end for end in ends if any(each.startswith(end) for each in stop)), "")
+    return text[: len(text) - len(partial_stop)], partial_stop, False

@@ -282,10 +282,10 @@ def open_known_chunks(ledger: Ledger, tokenizer: str, namespace: str) -> KnownCh
     """
     key = (ledger.key or id(ledger), tokenizer, namespace)
     with _OPEN_LOCK:
-        known = _OPEN.get(key)
-        if known is None:
-            known = _OPEN[key] = KnownChunks(ledger, tokenizer, namespace)
-        return known
+        chunks = _OPEN.get(key)
+        if chunks is None:
+            chunks = _OPEN[key] = KnownChunks(ledger, tokenizer, namespace)
+        return chunks
 
 
 def find_variants(

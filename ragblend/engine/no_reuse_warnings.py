@@ -91,8 +91,8 @@ class NoReuseWarnings:
             return EMPTY
         if headers and not usable:
             return OTHER_MODEL
-        known = {*prefixes, *(prefix + engine.neutral_ids for prefix in prefixes)}
-        if usable and known.isdisjoint(each.prefix_ids for each in usable):
+        expected_prefixes = {*prefixes, *(prefix + engine.neutral_ids for prefix in prefixes)}
+        if usable and expected_prefixes.isdisjoint(each.prefix_ids for each in usable):
             return OTHER_PREFIX
         return NO_MATCH if self._num_missed == NUM_PROMPTS_BEFORE_WARNING and not self._warned_causes else None
 

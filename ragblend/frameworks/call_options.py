@@ -57,14 +57,14 @@ PER_CALL_OPTIONS = frozenset({"tools", "tool_choice", "parallel_tool_calls", "re
 # Arguments that frameworks add to the user's own; engines do not use them.
 IGNORED_OPTIONS = frozenset({"stream", "formatted", "ls_structured_output_format", "structured_output_format", "model"})
 LEGACY_TOOL_OPTIONS = ("functions", "function_call")  # OpenAI's earlier names of tools
-CALL_ALIASES = {other: own for other, own in ALSO_CALLED.items() if own in (*OPTION_NAMES, "model")}
+CALL_ALIASES = {other: name for other, name in ALSO_CALLED.items() if name in (*OPTION_NAMES, "model")}
 """The names of ALSO_CALLED that a call may have."""
 
 
-def reject_unknown(field: str, options: Mapping[str, Any] | None, known: Collection[str]) -> None:
-    """Raise UsageError if `options`, the value of `field`, has names that are not in `known`."""
-    unknown = sorted(set(options or ()).difference(known))
+def reject_unknown(field: str, options: Mapping[str, Any] | None, allowed: Collection[str]) -> None:
+    """Raise UsageError if `options`, the value of `field`, has names that are not in `allowed`."""
+    unknown = sorted(set(options or ()).difference(allowed))
     if unknown:
-        choices = ", ".join(sorted(known))
-        near = nearest_name_hint(unknown[0], known)
+        choices = ", ".join(sorted(allowed))
+        near = nearest_name_hint(unknown[0], allowed)
         raise UsageError(f"{field} has {', '.join(unknown)}{near}; choose from {choices}. Pass others as fields")

@@ -147,14 +147,14 @@ class BlendModel(BaseModel):
         if not isinstance(settings, Mapping):
             return settings
         settings = replace_aliases(settings, ALSO_CALLED)
-        known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values() if field.alias)}
+        option_names = {*cls.model_fields, *(field.alias for field in cls.model_fields.values() if field.alias)}
         for name in settings:
             if name in ENGINE_OPTIONS:
                 raise UsageError(f"{name} is an engine option; pass engine_options={{{name!r}: ...}}")
             if name in CALL_OPTIONS:
                 raise UsageError(f"{name} is an option of a call; for every call, pass call_options={{{name!r}: ...}}")
-            if name not in known:
-                near = nearest_name_hint(name, [*known, *ALSO_CALLED]) or nearest_name_hint(
+            if name not in option_names:
+                near = nearest_name_hint(name, [*option_names, *ALSO_CALLED]) or nearest_name_hint(
                     name, [*ENGINE_OPTIONS, *CALL_OPTIONS]
                 )
                 raise UsageError(f"{cls.__name__} has no option {name!r}{near}")

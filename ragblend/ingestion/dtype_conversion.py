@@ -18,8 +18,8 @@ from ragblend.prompt.types import Chunk
 _RENEW_BATCH = 16  # chunks whose KV is deleted before it is prefilled again
 
 
-def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore | None) -> int:
-    """Return how many of the `known` chunks are stored in another dtype than the store's `kv_dtype`. Reads headers on
+def count_other_dtypes(chunks: Sequence[Chunk], engine: Engine, disk: DiskStore | None) -> int:
+    """Return how many of `chunks` are stored in another dtype than the store's `kv_dtype`. Reads headers on
     `disk`.
 
     Returns 0 without a disk tier, and for the `kv_dtype` "auto" (the default), which keeps any dtype.
@@ -27,12 +27,12 @@ def count_other_dtypes(known: Sequence[Chunk], engine: Engine, disk: DiskStore |
     kv_dtype = engine.store.kv_dtype
     if kv_dtype == "auto" or disk is None:
         return 0
-    headers = (disk.header(engine.key(chunk)) for chunk in known)
+    headers = (disk.header(engine.key(chunk)) for chunk in chunks)
     return sum(header is not None and _has_other_dtype(header, kv_dtype) for header in headers)
 
 
-def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk]]:
-    """Quantize the KV of `known` chunks from the model's dtype to the store's eight-bit `kv_dtype`.
+def quantize_stored(chunks: Sequence[Chunk], engine: Engine) -> tuple[int, list[Chunk]]:
+    """Quantize the KV of `chunks` from the model's dtype to the store's eight-bit `kv_dtype`.
 
     Return the number of quantized chunks, and the chunks to prefill again: those in another eight-bit dtype, and
     damaged ones. Raises UsageError if the store belongs to a server.
@@ -42,7 +42,7 @@ def quantize_stored(known: Sequence[Chunk], engine: Engine) -> tuple[int, list[C
         raise UsageError("only a process that opens the store can rewrite its KV; on the server's machine run: "
                          "ragblend precompute --kv-dtype ... --store DIR")  # fmt: skip
     num_rounded, to_prefill = 0, []
-    for chunk in known:
+    for chunk in chunks:
         kv = store.get(engine.key(chunk))
         if kv is None or not _has_other_dtype(kv.header, store.kv_dtype):
             continue

@@ -73,9 +73,9 @@ def name_stored_chunks(engine: LocalEngine, prompt: Prompt, index: ChunkIndex | 
 
     A report then has their sources. `index`: the documents that `ingest` read; None if the store has none.
     """
-    found = {run.chunk_ids for run in engine.match(prompt).runs if run.chunk is None}
+    chunk_ids = {run.chunk_ids for run in engine.match(prompt).runs if run.chunk is None}
     with open_ledger(engine.store, create=False) as ledger:
-        texts = ledger.texts_with_ids(found, engine.renderer.fingerprint, engine.namespace).values()
+        texts = ledger.texts_with_ids(chunk_ids, engine.renderer.fingerprint, engine.namespace).values()
         chunks = [*prompt.chunks, *_find_chunks(texts, ledger, index).values()]
     if prompt.is_chat:
         return Prompt.from_messages(prompt.messages, prompt.tools, chunks)

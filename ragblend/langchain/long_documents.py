@@ -59,8 +59,8 @@ class LongDocumentChain:
     _prefilling: Any = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
-        known = {"map_prompt": "", "refine_prompt": "answer", "combine_prompt": "answers"}
-        for name, more in known.items():
+        extra_variables = {"map_prompt": "", "refine_prompt": "answer", "combine_prompt": "answers"}
+        for name, more in extra_variables.items():
             _check_prompt(name, getattr(self, name), {"input", "no_answer", *filter(None, [more])})
 
     def build(self) -> Runnable[Any, dict[str, Any]]:

@@ -122,10 +122,10 @@ def _as_function_or_schema(schema: Any) -> Any:
     """Return OpenAI's `response_format` as OpenAI's function, and a JSON schema with a title; all else unchanged."""
     if not isinstance(schema, Mapping):
         return schema
-    given = schema.get("json_schema", schema) if schema.get("type") == "json_schema" else schema
-    if {"name", "schema"} <= set(given):
-        return {**{name: given[name] for name in given if name != "schema"}, "parameters": given["schema"]}
-    return given if {"function", "title", "name"} & set(given) else {"title": "answer", **given}
+    spec = schema.get("json_schema", schema) if schema.get("type") == "json_schema" else schema
+    if {"name", "schema"} <= set(spec):
+        return {**{name: spec[name] for name in spec if name != "schema"}, "parameters": spec["schema"]}
+    return spec if {"function", "title", "name"} & set(spec) else {"title": "answer", **spec}
 
 
 def _describe_tool(tool: Any, strict: bool | None) -> dict[str, Any]:

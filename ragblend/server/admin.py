@@ -122,7 +122,7 @@ def clear_namespace(store: TieredStore, fields: dict[str, Any]) -> dict[str, Any
 
 def _clear_namespace(store: TieredStore, namespace: str) -> dict[str, Any]:
     namespace_of = {entry.key: entry.header.namespace for entry in _entries(store)}
-    keys, num_unread = {key for key, own in namespace_of.items() if equals_ignoring_salt(own, namespace)}, 0
+    keys, num_unread = {key for key, stored in namespace_of.items() if equals_ignoring_salt(stored, namespace)}, 0
     for remote in store.find_tiers(RemoteStore):
         for key in set(remote.keys()).difference(namespace_of):
             kv = remote.get(key)

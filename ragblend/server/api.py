@@ -260,8 +260,8 @@ def add_reports_to_streams(serving: Any, method_name: str, arg_index: int) -> No
             async for each in args[arg_index]:
                 number, result = each if isinstance(each, tuple) else (0, each)
                 request_ids[number] = result.request_id
-                if found := getattr(result, "kv_transfer_params", None):
-                    params[number] = found
+                if transfer_params := getattr(result, "kv_transfer_params", None):
+                    params[number] = transfer_params
                 yield each
 
         async def events() -> AsyncIterator[str]:

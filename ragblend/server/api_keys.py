@@ -190,16 +190,16 @@ def bind_namespace(transfer_params: object, grant: Grant) -> dict[str, Any]:
     >>> bind_namespace({"ragblend": {"mode": "prefix"}}, acme)
     {'ragblend_tenant': 'acme', 'ragblend': {'mode': 'prefix', 'namespace': 'acme'}}
     """
-    own = transfer_params.get(PARAMS_KEY) if isinstance(transfer_params, Mapping) else None
-    ingests = isinstance(own, Mapping) and own.get("mode") == "ingest"
+    params = transfer_params.get(PARAMS_KEY) if isinstance(transfer_params, Mapping) else None
+    ingests = isinstance(params, Mapping) and params.get("mode") == "ingest"
     grant.require_right("ingest" if ingests else "ask", "mode 'ingest'" if ingests else "a prompt")
     sent: dict[str, Any] = {TENANT_KEY: grant.namespace}
-    if own is None:
+    if params is None:
         return sent
-    if isinstance(own, Mapping):
-        grant.check_namespace(own.get("namespace") or "")
-        own = {**own, "namespace": grant.namespace}
-    return {**sent, PARAMS_KEY: own}
+    if isinstance(params, Mapping):
+        grant.check_namespace(params.get("namespace") or "")
+        params = {**params, "namespace": grant.namespace}
+    return {**sent, PARAMS_KEY: params}
 
 
 def read_keys(path: str | Path) -> ApiKeys:

@@ -127,10 +127,10 @@ def documents_router(documents: DocumentIngester, respond: Respond) -> APIRouter
         """
 
         def answer() -> dict[str, Any]:
-            own = request_namespace(namespace, cache_salt)
-            summary = documents.summary(own, collection, ingestion)
+            where = request_namespace(namespace, cache_salt)
+            summary = documents.summary(where, collection, ingestion)
             listed: dict[str, Any] = {"documents": [], "next": ""}
-            return {**summary, **(documents.list(own, collection, read_cursor(after), limit) if limit else listed)}
+            return {**summary, **(documents.list(where, collection, read_cursor(after), limit) if limit else listed)}
 
         return await respond(answer)
 

@@ -148,12 +148,12 @@ def plan(
             "plan needs a model or a machine: --model MODEL --gpu NAME predicts from data sheets, --profile FILE has "
             "measured times (ragblend profile --model MODEL --json > FILE)"
         )
-    found = find_rule(rule, num_layers)
+    selection_rule = find_rule(rule, num_layers)
     prompt = PromptSpec(
         chunks,
         chunk_tokens,
-        ratio=found.ratio if recompute_ratio is None else recompute_ratio,
-        probes_before_selection=found.probes_before_selection,
+        ratio=selection_rule.ratio if recompute_ratio is None else recompute_ratio,
+        probes_before_selection=selection_rule.probes_before_selection,
     )
     store = describe_store(sizes, measured, hardware, settings.kv_dtype, corpus, memory)
     facts: dict[str, Any] = {"model": settings.model, "predicted_for": None, **store}
@@ -161,7 +161,9 @@ def plan(
     if measured is not None:
         facts |= make_plan(always(measured), storages, prompt, num_corpus_tokens=num_tokens)
     elif sizes is not None and hardware is not None:
-        profile_at = predict_profiles(sizes, hardware, found, prompt.question_tokens, prompt.ratio, settings.kv_dtype)
+        profile_at = predict_profiles(
+            sizes, hardware, selection_rule, prompt.question_tokens, prompt.ratio, settings.kv_dtype
+        )
         storages = [limit_to_engine(each) for each in storages]
         facts |= make_plan(profile_at, storages, prompt, sizes.context_length, num_tokens)
         facts["predicted_for"] = hardware.name

@@ -129,7 +129,7 @@ class ListLabels:
             counters.pop(deeper, None)
         if levels[level].number_format == "bullet":
             return "-"
-        return re.sub(r"%([1-9])", lambda found: _number(levels, counters, int(found[1]) - 1), levels[level].label)
+        return re.sub(r"%([1-9])", lambda match: _number(levels, counters, int(match[1]) - 1), levels[level].label)
 
 
 def _read_levels(abstract: Element | None) -> dict[int, ListLevel]:

@@ -44,8 +44,8 @@ def strip_markup(markup: str) -> str:
     >>> strip_markup("<a><b>one <i>two</i> three</b><b>four &amp; &x;</b></a>")
     'one two three\\nfour & &x;'
     """
-    markup = _CDATA.sub(lambda found: html.escape(found[1]), markup)
-    markup = _SHIFTED.sub(lambda found: END if found[1] else LOWERED if found[2] else RAISED, _write_equations(markup))
+    markup = _CDATA.sub(lambda match: html.escape(match[1]), markup)
+    markup = _SHIFTED.sub(lambda match: END if match[1] else LOWERED if match[2] else RAISED, _write_equations(markup))
     pieces: list[str] = []
     num_tags, has_space, has_break = 0, False, False  # since the last text
     for number, segment in enumerate(_TAG.split(markup)):
@@ -58,7 +58,7 @@ def strip_markup(markup: str) -> str:
             pieces += (_separator(num_tags, has_space, has_break), words)
             blanks = segment[len(segment.rstrip()) :]
             num_tags, has_space, has_break = 0, bool(blanks), "\n" in blanks
-    text = _REFERENCE.sub(lambda found: html.unescape(found[0]), "".join(pieces))
+    text = _REFERENCE.sub(lambda match: html.unescape(match[0]), "".join(pieces))
     return "\n".join(write_scripts(line.strip()) for line in text.split("\n")).strip()
 
 

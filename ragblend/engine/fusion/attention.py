@@ -182,10 +182,10 @@ def positions_on_host(rows: Tensor) -> tuple[int, ...]:
 
     The first call for a tensor waits for the device. Later calls return the cached result, so do not change the tensor.
     """
-    known: tuple[int, ...] | None = _KNOWN_POSITIONS.get(rows)  # type: ignore[no-untyped-call]
-    if known is None:
-        known = _KNOWN_POSITIONS[rows] = tuple(rows.tolist())
-    return known
+    positions: tuple[int, ...] | None = _KNOWN_POSITIONS.get(rows)  # type: ignore[no-untyped-call]
+    if positions is None:
+        positions = _KNOWN_POSITIONS[rows] = tuple(rows.tolist())
+    return positions
 
 
 def positions_on_device(positions: NDArray[np.int64], device: torch.device) -> Tensor:
@@ -371,13 +371,13 @@ def _weight_blocks(queries: ProbeQueries, keys: Tensor) -> Iterator[tuple[slice,
         heads = slice(head, min(head + few_heads, keys.shape[0]))
         rows = slice(row, min(row + few_rows, num_rows))
         part = queries.states[heads.start * groups : heads.stop * groups, rows].reshape(heads.stop - head, -1, dim)
-        own = queries.rows[rows, None]
+        row_positions = queries.rows[rows, None]
         scores = (part @ keys[heads].transpose(1, 2)).float().mul_(queries.scale)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
-        scores[..., first:].masked_fill_((positions[first:] > own).repeat(groups, 1), -torch.inf)
+        scores[..., first:].masked_fill_((positions[first:] > row_positions).repeat(groups, 1), -torch.inf)
         if window is not None:
-            scores.masked_fill_((positions <= own - window).repeat(groups, 1), -torch.inf)
+            scores.masked_fill_((positions <= row_positions - window).repeat(groups, 1), -torch.inf)
         if sinks is not None:
             each = sinks[heads.start * groups : heads.stop * groups].float().view(heads.stop - head, groups, 1)
             each = each.expand(-1, -1, rows.stop - row).reshape(*part.shape[:2], 1)

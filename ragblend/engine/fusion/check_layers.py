@@ -81,10 +81,10 @@ def schedule_check_layers(
 
 def validate_selection(rule: SelectionRule, options: SelectionOptions) -> None:
     """Raise UsageError if `options` need a rule that measures deviations, and `rule` does not."""
-    given = [name for name in options.selection if name != "blend_min_tokens"]
-    if rule.deviation is None and given:
+    names = [name for name in options.selection if name != "blend_min_tokens"]
+    if rule.deviation is None and names:
         able = ", ".join(each.name for each in RULES.values() if each.deviation is not None)
-        raise UsageError(f"rule {rule.name!r} measures no deviation, so it cannot use {given[0]}; choose one of {able}")
+        raise UsageError(f"rule {rule.name!r} measures no deviation, so it cannot use {names[0]}; choose one of {able}")
 
 
 def _one_per_layer(name: str, values: Sequence[float], layers: Sequence[int]) -> Sequence[float]:

@@ -66,7 +66,7 @@ def attend(
         if part == 0:
             peak = tl.load(SINKS + head, mask=ok, other=0.0).to(tl.float32)
             total = tl.full([PAIRS], 1.0, tl.float32)
-    found = tl.zeros([PAIRS, DIM_V_PADDED], tl.float32)
+    output = tl.zeros([PAIRS, DIM_V_PADDED], tl.float32)
     begin = part * span
     end = tl.minimum(begin + span, greatest + 1)
     whole = ((tl.minimum(end, least + 1) - begin) // NUM_KEYS) * NUM_KEYS + begin  # keys before it are seen by all
@@ -84,7 +84,7 @@ def attend(
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights, less = tl.exp(scores - higher[:, None]), tl.exp(peak - higher)
         total = total * less + tl.sum(weights, 1)
-        found = found * less[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        output = output * less[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         peak = higher
     for first in range(tl.maximum(begin, whole), end, NUM_KEYS):
         t = first + tl.arange(0, NUM_KEYS)
@@ -99,12 +99,12 @@ def attend(
         base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may have seen no key yet
         weights, less = tl.exp(scores - base[:, None]), tl.exp(peak - base)
         total = total * less + tl.sum(weights, 1)
-        found = found * less[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        output = output * less[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         peak = higher
     at = (part * num_rows + row).to(tl.int64) * (HEADS * GROUPS) + head
-    found = found / tl.where(total > 0, total, 1.0)[:, None]
+    output = output / tl.where(total > 0, total, 1.0)[:, None]
     seen = ok[:, None] & (dv < DIM_V)[None, :]
-    tl.store(PARTS + at[:, None] * DIM_V + dv[None, :], found.to(PARTS.dtype.element_ty), mask=seen)
+    tl.store(PARTS + at[:, None] * DIM_V + dv[None, :], output.to(PARTS.dtype.element_ty), mask=seen)
     if STORES_SUMS:
         sums = tl.where(total > 0, peak + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
         tl.store(SUMS + (part * HEADS * GROUPS + head) * num_rows + row, sums, mask=ok)
@@ -163,6 +163,6 @@ def finish(
         part, d = tl.arange(0, SPLITS_PADDED), tl.arange(0, DIM_V_PADDED)
         at = (part * size + pair).to(tl.int64)[:, None] * DIM_V + d[None, :]
         parts = tl.load(PARTS + at, mask=(part < SPLITS)[:, None] & (d < DIM_V)[None, :], other=0.0)
-        found = tl.sum(parts * tl.exp(sums - whole[None, :]), 0)
+        output = tl.sum(parts * tl.exp(sums - whole[None, :]), 0)
         at = (program - num_mass_tiles).to(tl.int64) * DIM_V + d
-        tl.store(OUTPUT + at, found.to(OUTPUT.dtype.element_ty), mask=d < DIM_V)
+        tl.store(OUTPUT + at, output.to(OUTPUT.dtype.element_ty), mask=d < DIM_V)

@@ -60,11 +60,11 @@ def _drift(
 ):
     """Return the estimated change [tokens, D] of tokens `t` in dimensions `d`."""
     m = tl.arange(0, LANDMARKS)
-    known = m < num_landmarks
+    is_landmark = m < num_landmarks
     at = t[:, None].to(tl.int64) * num_landmarks + m[None, :]
-    shares = tl.load(SHARES + at, mask=ok[:, None] & known[None, :], other=0.0)
+    shares = tl.load(SHARES + at, mask=ok[:, None] & is_landmark[None, :], other=0.0)
     at = (h * num_landmarks + m)[:, None] * DIM + d[None, :]
-    drift = tl.load(DRIFT + at, mask=known[:, None] & (d < DIM)[None, :], other=0.0)
+    drift = tl.load(DRIFT + at, mask=is_landmark[:, None] & (d < DIM)[None, :], other=0.0)
     return tl.dot(shares, drift, input_precision=PRECISION)
 
 
@@ -77,7 +77,7 @@ def _stored(address, scales, kind, i, ok, d, dim, by_token: tl.constexpr, KV):
     seen = ok[:, None] & (d < dim)[None, :]
     at = i[:, None].to(tl.int64) * dim + d[None, :]
     if kind == 0:
-        found = tl.load(address.to(KV.dtype) + at, mask=seen, other=0.0).to(tl.float32)
+        stored = tl.load(address.to(KV.dtype) + at, mask=seen, other=0.0).to(tl.float32)
     else:
         codes = tl.load(address.to(tl.pointer_type(tl.int8)) + at, mask=seen, other=0)
         if by_token:
@@ -91,8 +91,8 @@ def _stored(address, scales, kind, i, ok, d, dim, by_token: tl.constexpr, KV):
             bits = (codes.to(tl.int32) << 7) & 0xBFFF
             numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             scale = scale * 256.0
-        found = (numbers * scale).to(KV.dtype.element_ty).to(tl.float32)
-    return found
+        stored = (numbers * scale).to(KV.dtype.element_ty).to(tl.float32)
+    return stored
 
 
 @triton.jit
@@ -204,15 +204,15 @@ def _key_change(
 ):  # fmt: skip
     """Return `_change` of keys before their rotation: the rotation is linear."""
     other = _partner(d, ROTARY, ADJACENT)
-    own = _change(FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, PAGE)
+    change = _change(FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, PAGE)
     partner = _change(FRESH, INDICES, ROWS, n, ok, h, other, DIM, head, row, STORED, TABLE, page, slot, of_head, PAGE)
     if HAS_WEIGHT:
-        own = own / tl.load(WEIGHT + d, mask=d < DIM, other=1.0).to(tl.float32)[None, :]
+        change = change / tl.load(WEIGHT + d, mask=d < DIM, other=1.0).to(tl.float32)[None, :]
         partner = partner / tl.load(WEIGHT + other, mask=other < DIM, other=1.0).to(tl.float32)[None, :]
     t = tl.load(ROWS + n, mask=ok, other=0)
     cos, sin = _angles(COS, SIN, t, ok, d, ROTARY, ADJACENT)
     cos, sin = _inverse(cos, sin, ROTARY)
-    return own * cos + partner * sin
+    return change * cos + partner * sin
 
 
 @triton.jit
@@ -275,7 +275,7 @@ def fit_drift(
     LENGTHS += (which * tl.num_programs(1) + h) * num_rows
     most = MAX_RATIO * _median(LENGTHS, num_rows, ROWS_PADDED)
     m = tl.arange(0, LANDMARKS)
-    found = tl.zeros([LANDMARKS, BLOCK], tl.float32)
+    drift = tl.zeros([LANDMARKS, BLOCK], tl.float32)
     for first in range(0, num_rows, TOKENS):
         n = first + tl.arange(0, TOKENS)
         ok = n < num_rows
@@ -292,10 +292,10 @@ def fit_drift(
         limit = tl.minimum(most / tl.maximum(lengths, 1.1754943508222875e-38), 1.0)
         at = m[:, None] * num_rows + n[None, :]
         weights = tl.load(WEIGHTS + at, mask=(m < num_landmarks)[:, None] & ok[None, :], other=0.0)
-        found += tl.dot(weights, change * limit[:, None], input_precision=PRECISION)
-    known = (m < num_landmarks)[:, None]
+        drift += tl.dot(weights, change * limit[:, None], input_precision=PRECISION)
+    is_landmark = (m < num_landmarks)[:, None]
     row = (h * num_landmarks + m)[:, None]
     if which == 0:
-        tl.store(DRIFT_K + row * DIM_K + d[None, :], found, mask=known & (d < DIM_K)[None, :])
+        tl.store(DRIFT_K + row * DIM_K + d[None, :], drift, mask=is_landmark & (d < DIM_K)[None, :])
     else:
-        tl.store(DRIFT_V + row * DIM_V + d[None, :], found, mask=known & (d < DIM_V)[None, :])
+        tl.store(DRIFT_V + row * DIM_V + d[None, :], drift, mask=is_landmark & (d < DIM_V)[None, :])

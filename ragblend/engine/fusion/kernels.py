@@ -49,9 +49,9 @@ class PagedLayer(NamedTuple):
         """Return the arguments of this layer that every kernel takes."""
         keys, values, is_paged = self.keys, self.values, self.table is not None
         strides = zip(("page", "slot", "head"), range(3), strict=True)
-        found = {f"{name}_{part}": each.stride(dim) for part, dim in strides for name, each in self._named}
+        stride_of = {f"{name}_{part}": each.stride(dim) for part, dim in strides for name, each in self._named}
         table = self.table if self.table is not None else keys
-        return {**found, "KEYS": keys, "VALUES": values, "TABLE": table, "PAGE": keys.shape[1] if is_paged else 0}
+        return {**stride_of, "KEYS": keys, "VALUES": values, "TABLE": table, "PAGE": keys.shape[1] if is_paged else 0}
 
     @property
     def _named(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
@@ -285,11 +285,11 @@ def _scratch(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
     The kernels that read it are on the same stream as those that write to it next. Allocations take the host's time,
     and the address stays the same from layer to layer.
     """
-    known: dict[tuple[str, torch.device], Tensor] = _LOCAL.__dict__.setdefault("tensors", {})
+    tensors: dict[tuple[str, torch.device], Tensor] = _LOCAL.__dict__.setdefault("tensors", {})
     count = int(np.prod(shape))
-    block = known.get((name, device))
+    block = tensors.get((name, device))
     if block is None or block.numel() < count:
-        block = known[name, device] = torch.empty(count, dtype=torch.float32, device=device)
+        block = tensors[name, device] = torch.empty(count, dtype=torch.float32, device=device)
     return block[:count].view(shape)
 
 

@@ -79,7 +79,7 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
             if most and any(gates[gate] > allowed[gate] for gate in GATES):
                 noise = _own_noise(model, vocabulary)
                 allowed |= {gate: max(allowed[gate], min(NOISE_FACTOR * noise[gate], most)) for gate in GATES}
-                found = "; ".join(f"{gate} {gates[gate]:.2g} of {allowed[gate]:.2g}" for gate in gates)
+                summary = "; ".join(f"{gate} {gates[gate]:.2g} of {allowed[gate]:.2g}" for gate in gates)
                 log.warning(
                     "the results of %s depend on how many tokens run together (logits by %.2g, KV by %.2g of their "
                     "largest value, in %s); the exactness check found and allows: %s",
@@ -87,7 +87,7 @@ def self_check(model: TransformersLayers, vocabulary: int, name: str, *, is_quan
                     noise[GATES[2]],
                     noise[GATES[1]],
                     dtype_name(model.like.dtype),
-                    found,
+                    summary,
                 )
     except torch.OutOfMemoryError:
         raise
@@ -121,12 +121,12 @@ def _own_noise(model: TransformersLayers, vocabulary: int) -> dict[str, float]:
     for cuts in CUTS:
         logits, cut_layers = model.full_prefill(ids, cuts)
         pairs = [pair for kv in zip(cut_layers, layers, strict=True) for pair in zip(*kv, strict=True)]
-        found = (
+        changes = (
             relative_error(*pairs[0]),
             max(relative_error(*pair) for pair in pairs),
             *[relative_error(logits, reference)] * 2,
         )
-        noise = {gate: max(noise[gate], value) for gate, value in zip(GATES, found, strict=True)}
+        noise = {gate: max(noise[gate], value) for gate, value in zip(GATES, changes, strict=True)}
     return noise
 
 
@@ -190,6 +190,6 @@ def _kernel_error(model: TransformersLayers, plan: FusePlan, prefix: FusedKV) ->
     return relative_error(logits[1], logits[0])
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference as a share of the largest expected value."""
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))
+    return float((actual.float() - expected.float()).abs().max() / expected.float().abs().max().clamp_min(1e-12))

@@ -74,13 +74,13 @@ class KVStore(ABC):
 
     def find_tiers(self, kind: type[T]) -> tuple[T, ...]:
         """Return the tiers of a class, such as RemoteStore, fastest first."""
-        found: list[T] = []
+        tiers: list[T] = []
         for tier in self.tiers:
             if isinstance(tier, kind):
-                found.append(tier)
+                tiers.append(tier)
             elif tier is not self:
-                found += tier.find_tiers(kind)
-        return tuple(found)
+                tiers += tier.find_tiers(kind)
+        return tuple(tiers)
 
     def find_tier(self, kind: type[T]) -> T | None:
         """Return the fastest tier of a class, such as DiskStore; None if there is none."""

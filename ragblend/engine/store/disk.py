@@ -172,13 +172,13 @@ class DiskStore(StoreMetadata, KVStore):
         full, and StoreNotWritableError for other failures of the disk. After an error, no part of the entry is left.
         """
         path = self._path(kv.header.key)
-        held = load_into_memory(kv)
-        data_offset = header_nbytes(held, self.store_key)
-        nbytes = data_offset + held.nbytes
+        loaded = load_into_memory(kv)
+        data_offset = header_nbytes(loaded, self.store_key)
+        nbytes = data_offset + loaded.nbytes
         if self.on_put is not None:
-            self.on_put(held.header)
-        with self._evictor.reserve(held.header.key, nbytes):
-            self._writer.replace(path, nbytes, lambda stream: write_chunk(stream, held, data_offset, self.store_key))
+            self.on_put(loaded.header)
+        with self._evictor.reserve(loaded.header.key, nbytes):
+            self._writer.replace(path, nbytes, lambda stream: write_chunk(stream, loaded, data_offset, self.store_key))
         try_remove_file(path.with_suffix(DAMAGED_SUFFIX))
         self._count(num_puts=1)
 

@@ -165,8 +165,8 @@ class DiskEvictor:
 
     def _untrack(self, key: str) -> int:
         """Remove an entry from the table; return its size in bytes, 0 for an unknown entry."""
-        held = self._held.pop(key, None)
-        nbytes = held.nbytes if held is not None else 0
+        entry = self._held.pop(key, None)
+        nbytes = entry.nbytes if entry is not None else 0
         self._used_bytes -= nbytes
         return nbytes
 
@@ -220,12 +220,12 @@ class DiskEvictor:
         """Return the entries to evict, in order; None if evicting all others frees too little space."""
         with self._lock:
             leaving = []
-            for other, held in self._held.items():
+            for other, entry in self._held.items():
                 if excess_bytes <= 0:
                     break
                 if other != key:
                     leaving.append(other)
-                    excess_bytes -= held.nbytes
+                    excess_bytes -= entry.nbytes
             return leaving if excess_bytes <= 0 else None
 
     def _remove(self, leaving: Iterable[str]) -> None:
@@ -239,9 +239,9 @@ class DiskEvictor:
                 self._rescan()
                 return
             with self._lock:
-                held = self._held.get(key)
-                if held is not None and used_s > held.used_s:
-                    self._track(key, held.nbytes, used_s)
+                entry = self._held.get(key)
+                if entry is not None and used_s > entry.used_s:
+                    self._track(key, entry.nbytes, used_s)
                     return
             self._mark()
             if try_remove_file(path):
@@ -269,7 +269,7 @@ class DiskEvictor:
 
     def _rescan(self, *, removes_damaged: bool = True) -> None:
         """Update the table from the directory. Damaged files are deleted, or counted."""
-        now_s, found, kept, damaged_bytes = time.time(), dict[str, _TrackedEntry](), set[str](), dict[str, int]()
+        now_s, listed, kept, damaged_bytes = time.time(), dict[str, _TrackedEntry](), set[str](), dict[str, int]()
         for folder in _folders(self._root):
             try:
                 changed_ns = folder.stat().st_mtime_ns  # before the listing, so that a later change is seen next time
@@ -281,17 +281,17 @@ class DiskEvictor:
                 kept.add(folder.name)
                 damaged_bytes[folder.name] = self._damaged_bytes.get(folder.name, 0)
                 continue
-            found |= files
+            listed |= files
             is_settled = now_s - changed_ns / 1e9 > _SETTLED_S and not damaged_bytes[folder.name]
             self._listed_ns[folder.name] = changed_ns if is_settled else -1
         with self._lock:
             self._damaged_bytes = damaged_bytes
-            for key in [key for key in self._held if key[:2] not in kept and key not in found]:
+            for key in [key for key in self._held if key[:2] not in kept and key not in listed]:
                 self._kept_bytes -= self._untrack(key)
             new = {
                 key: entry
-                for key, entry in found.items()
-                if (held := self._held.get(key)) is None or held.nbytes != entry.nbytes
+                for key, entry in listed.items()
+                if (tracked := self._held.get(key)) is None or tracked.nbytes != entry.nbytes
             }
             if new:
                 entries = {**self._held, **new}
@@ -307,7 +307,7 @@ class DiskEvictor:
 
         Damaged files are deleted first if `removes_damaged`; the bytes of the others are put into `damaged_of`.
         """
-        found, damaged_bytes, now_s, name = {}, 0, time.time(), folder.name
+        entries, damaged_bytes, now_s, name = {}, 0, time.time(), folder.name
         with os.scandir(folder.path) as files:
             for file in files:
                 key, dot, suffix = file.name.rpartition(".")
@@ -321,9 +321,9 @@ class DiskEvictor:
                     is_removed = removes_damaged and try_remove_file(Path(file.path))
                     damaged_bytes += 0 if is_removed else stat.st_size
                     continue
-                found[key] = _TrackedEntry(stat.st_size, min(stat.st_mtime, now_s))
+                entries[key] = _TrackedEntry(stat.st_size, min(stat.st_mtime, now_s))
         damaged_of[folder.name] = damaged_bytes
-        return found
+        return entries
 
 
 def auto_limit(root: Path, held_bytes: int) -> float:
@@ -348,7 +348,7 @@ def _disk_size(root: Path) -> tuple[int, int]:
 def _folders(root: Path) -> list[os.DirEntry[str]]:
     """Return the folders of entries; none if the root was deleted, which the next write creates again."""
     try:
-        with os.scandir(root) as found:
-            return [each for each in found if len(each.name) == 2 and each.is_dir()]
+        with os.scandir(root) as children:
+            return [each for each in children if len(each.name) == 2 and each.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []

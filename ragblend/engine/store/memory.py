@@ -64,19 +64,19 @@ class MemoryStore(KVStore):
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
         """Return the entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
         with self._lock:
-            held = self._entries.get(key)
-            if held is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 self._count(num_misses=1)
                 return None
-            if not held.kv.header.has_ids(token_ids):
+            if not entry.kv.header.has_ids(token_ids):
                 problem = "its token ids differ from the requested ones"
-            elif tensor_write_counts(held.kv.layers) != held.versions:
+            elif tensor_write_counts(entry.kv.layers) != entry.versions:
                 problem = "a caller wrote into its tensors, which are read-only; it is dropped"
                 self._drop(key)
             else:
                 self._entries.move_to_end(key)
                 self._count(num_hits=1)
-                return held.kv
+                return entry.kv
             self._count(num_misses=1, num_damaged=1)
         log.warning("KV %s in memory is not used: %s", key, problem)
         return None
@@ -93,14 +93,14 @@ class MemoryStore(KVStore):
                 f"{format_bytes(self.capacity_bytes)} in all; raise its capacity or split documents into smaller chunks"
             )
         source = load_into_memory(kv)
-        held = MemoryKV(source.header, self._own_layers(source.layers))
+        memory_kv = MemoryKV(source.header, self._own_layers(source.layers))
         with self._lock:
-            self._drop(held.header.key)
-            while self._used_bytes + held.nbytes > self.capacity_bytes:
+            self._drop(memory_kv.header.key)
+            while self._used_bytes + memory_kv.nbytes > self.capacity_bytes:
                 self._drop(next(iter(self._entries)))
                 self._count(num_evicted=1)
-            self._entries[held.header.key] = _MemoryEntry(held, tensor_write_counts(held.layers))
-            self._used_bytes += held.nbytes
+            self._entries[memory_kv.header.key] = _MemoryEntry(memory_kv, tensor_write_counts(memory_kv.layers))
+            self._used_bytes += memory_kv.nbytes
             self._count(num_puts=1)
             assert self._used_bytes <= self.capacity_bytes
 
@@ -126,7 +126,7 @@ class MemoryStore(KVStore):
     def headers(self) -> Iterator[KVHeader]:
         """Return the headers of all entries. Does not count as hits, misses or uses."""
         with self._lock:
-            return iter([held.kv.header for held in self._entries.values()])
+            return iter([entry.kv.header for entry in self._entries.values()])
 
     def nbytes(self) -> int:
         """Return the size in bytes of all entries' tensors, never more than `capacity_bytes`."""
@@ -147,9 +147,9 @@ class MemoryStore(KVStore):
         return tuple(map(_own, layers))
 
     def _drop(self, key: str) -> bool:
-        held = self._entries.pop(key, None)
-        self._used_bytes -= held.kv.nbytes if held is not None else 0
-        return held is not None
+        entry = self._entries.pop(key, None)
+        self._used_bytes -= entry.kv.nbytes if entry is not None else 0
+        return entry is not None
 
 
 def _own(layer: StoredLayer) -> StoredLayer:

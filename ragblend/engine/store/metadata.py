@@ -148,22 +148,22 @@ class StoreMetadata:
         `problem_of` returns a text. problem_of: called with path and facts of each intact file of a model, calibration
         or machine. Returns the problem as text; "" for none.
         """
-        found = list[EntryCheck]()
+        checks = list[EntryCheck]()
 
         def complain(path: Path, error: Exception) -> None:
-            found.append(EntryCheck(_place(path), False, str(error)))
+            checks.append(EntryCheck(_place(path), False, str(error)))
 
         for folder in METADATA_DIRS:
             for path, note in self._read_metadata(folder, complain):
                 problem = problem_of(path, note) if problem_of is not None else ""
                 if problem:
-                    found.append(EntryCheck(_place(path), False, problem))
+                    checks.append(EntryCheck(_place(path), False, problem))
         for name, read in ((CONTEXT_FILE, self.read_context_policy), (DEFAULTS_FILE, self.read_defaults)):
             try:
                 read()
             except CorruptError as error:
-                found.append(EntryCheck(name, False, str(error.__cause__)))
-        yield from found
+                checks.append(EntryCheck(name, False, str(error.__cause__)))
+        yield from checks
 
     def delete_metadata(self, location: str) -> None:
         """Delete a metadata file. location: its path below `root`. Raises StoreNotWritableError."""
@@ -206,8 +206,8 @@ class StoreMetadata:
                     self._write_metadata(path, note)
                     count += 1
         with suppress(CorruptError):
-            if (known := source.read_defaults()) != StoreDefaults():
-                count += self._write_metadata(self.root / DEFAULTS_FILE, known._asdict())
+            if (defaults := source.read_defaults()) != StoreDefaults():
+                count += self._write_metadata(self.root / DEFAULTS_FILE, defaults._asdict())
         return count
 
     def _model_path(self, fingerprint: str) -> Path:

@@ -271,21 +271,21 @@ class TieredStore(KVStore):
         first error is raised. Raises BackendUnreachableError before any tier is written if the catalogue's server does
         not answer. KV with infinity or NaN is not stored but logged, because no reader would accept it.
         """
-        held = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
-        if not kv_is_finite(held):
+        converted = convert_kv_dtype(load_into_memory(kv), self.kv_dtype)
+        if not kv_is_finite(converted):
             log.warning(
                 "KV %s is not stored: it holds infinity or NaN as the model computed it in %s; choose another `dtype`",
-                held.header.key,
-                held.header.dtype,
+                converted.header.key,
+                converted.header.dtype,
             )
             return
         failure: RagblendError | None = None
-        with self.recorded_write(held.header, is_copy=False):
+        with self.recorded_write(converted.header, is_copy=False):
             for tier in sorted(self._tiers, key=lambda tier: tier.find_tier(DiskStore) is None):
-                if not tier.fits(held):
+                if not tier.fits(converted):
                     continue
                 try:
-                    tier.put(held)
+                    tier.put(converted)
                 except RagblendError as error:
                     if tier.find_tier(DiskStore) is not None and isinstance(error, BackendUnreachableError):
                         raise  # the catalogue does not answer: no removal would find an entry without a record
@@ -341,12 +341,12 @@ class TieredStore(KVStore):
         See KVStore for `whole_namespace`, result and errors. Tombstones are written after the deletion, because another
         store could otherwise apply one and then fetch the entry again.
         """
-        found: set[str] = set()
+        deleted: set[str] = set()
         failure: BackendUnreachableError | None = None
         for key in keys:
             try:
                 if self.delete(key) if failure is None else self.delete_local(key):
-                    found.add(key)
+                    deleted.add(key)
             except BackendUnreachableError as error:
                 failure = error
         if failure is not None:
@@ -357,7 +357,7 @@ class TieredStore(KVStore):
         for remote in self.find_tiers(RemoteStore):
             for key in keys:
                 remote.delete(key)
-        return found
+        return deleted
 
     def apply_deletions(self) -> None:
         """Delete from the local tiers the entries that other processes and machines have deleted everywhere."""
@@ -387,7 +387,7 @@ class TieredStore(KVStore):
         there = {key for key in dict.fromkeys(keys) if self.is_local(key)}
         for tier in self.find_tiers(RemoteStore):
             left = [key for key in dict.fromkeys(keys) if key not in there]
-            there.update(key for key, found in zip(left, tier.contains_many(left, until_s), strict=True) if found)
+            there.update(key for key, exists in zip(left, tier.contains_many(left, until_s), strict=True) if exists)
         return [key in there for key in keys]
 
     def keys(self) -> Iterator[str]:
@@ -467,9 +467,9 @@ class _PromotingKV(KVView):
     def stored_layer(self, index: int) -> StoredLayer:
         """Return one layer as it is stored, read and verified by the slower tier."""
         with self._lock:  # a second reader of the layer waits for the first, and uses its result
-            known = self._read.get(index)
-            if known is not None and tensor_write_counts([known[0]]) == known[1]:
-                return known[0]
+            cached = self._read.get(index)
+            if cached is not None and tensor_write_counts([cached[0]]) == cached[1]:
+                return cached[0]
             start_s = monotonic()
             try:
                 layer = self.source.stored_layer(index)
@@ -477,7 +477,7 @@ class _PromotingKV(KVView):
                 self.is_good = False
                 raise
             self._read_s += monotonic() - start_s
-            if known is None:
+            if cached is None:
                 self._read[index] = layer, tensor_write_counts([layer])
             whole = len(self._read) == self.header.num_layers and not self._promoted
             self._promoted = self._promoted or whole

@@ -78,8 +78,8 @@ class WriteQueue:
         """
         key = kv.header.key
         with self._changed:
-            known = self._waiting.get(key)
-            freed_bytes = known.nbytes if known is not None else 0
+            queued_kv = self._waiting.get(key)
+            freed_bytes = queued_kv.nbytes if queued_kv is not None else 0
             has_room = self._queued_bytes - freed_bytes + kv.nbytes <= self.capacity_bytes
             if not has_room and self.read_back is None:
                 self._drop(key, f"{self._queued_bytes} bytes are queued already")
@@ -134,18 +134,18 @@ class WriteQueue:
 
     def _work(self) -> None:
         while (item := self._next()) is not None:
-            key, held = item
+            key, kv = item
             try:
-                self._write(held if held is not None else self._read_again(key))
+                self._write(kv if kv is not None else self._read_again(key))
             except BackendUnreachableError:
-                self._finish(key, held, should_retry=True)
+                self._finish(key, kv, should_retry=True)
             except (RagblendError, OSError) as error:
-                self._finish(key, held, str(error))
+                self._finish(key, kv, str(error))
             except BaseException as error:  # the thread must not die with the queue full
                 log.exception("writing KV %s failed", key)
-                self._finish(key, held, repr(error))
+                self._finish(key, kv, repr(error))
             else:
-                self._finish(key, held)
+                self._finish(key, kv)
 
     def _read_again(self, key: str) -> MemoryKV:
         kv = self.read_back(key) if self.read_back is not None else None
@@ -175,15 +175,15 @@ class WriteQueue:
     def _backoff_s(self) -> float:
         return max(self._pause_s(), self._retry_at_s - monotonic())
 
-    def _finish(self, key: str, held: MemoryKV | None, failure: str = "", *, should_retry: bool = False) -> None:
+    def _finish(self, key: str, kv: MemoryKV | None, failure: str = "", *, should_retry: bool = False) -> None:
         with self._changed:
             self._current = None
             if should_retry:
                 self._retry_at_s = monotonic() + RETRY_S
             if should_retry and key not in self._waiting:
-                self._waiting[key] = held  # at the back, so that a chunk that always fails does not block the others
+                self._waiting[key] = kv  # at the back, so that a chunk that always fails does not block the others
             else:
-                self._queued_bytes -= held.nbytes if held is not None else 0
+                self._queued_bytes -= kv.nbytes if kv is not None else 0
                 if failure:
                     self._drop(key, failure)
                 elif not should_retry:
@@ -192,8 +192,8 @@ class WriteQueue:
 
     def _forget(self, key: str) -> None:
         if key in self._waiting:
-            held = self._waiting.pop(key)
-            self._queued_bytes -= held.nbytes if held is not None else 0
+            kv = self._waiting.pop(key)
+            self._queued_bytes -= kv.nbytes if kv is not None else 0
             self._changed.notify_all()
 
     def _give_up_all(self, reason: str) -> None:

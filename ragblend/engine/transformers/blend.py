@@ -408,8 +408,8 @@ class BlendingEngine(LocalEngine):
 
     def _prefix(self, prefix_ids: tuple[int, ...]) -> FusedKV:
         """Return the KV of a prefix, computed once and kept in memory."""
-        known = self._prefixes.get(prefix_ids)
-        if known is None:
+        prefix_kv = self._prefixes.get(prefix_ids)
+        if prefix_kv is None:
             # Chunks are stored after the default prefix and the neutral text, whose KV must not depend on earlier
             # prompts: a pass for each.
             default = self.default_prefix_ids
@@ -419,14 +419,14 @@ class BlendingEngine(LocalEngine):
                 shorter, count = self._prefix(default), len(default)
             else:
                 shorter, count = self._prefixes.find_longest(prefix_ids)
-            known = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
+            prefix_kv = FusedKV.allocate(self.layers.kv_shapes, len(prefix_ids), self.layers.like)
             if shorter is not None:
-                known.copy_front(shorter, count)
+                prefix_kv.copy_front(shorter, count)
             if count < len(prefix_ids):
                 plan = FusePlan(self._ids(prefix_ids), (), num_resident=count, num_fused=len(prefix_ids))
-                self._fuse_untimed(plan, known)
-            self._prefixes.put(prefix_ids, known)
-        return known
+                self._fuse_untimed(plan, prefix_kv)
+            self._prefixes.put(prefix_ids, prefix_kv)
+        return prefix_kv
 
     def _fuse_untimed(self, plan: FusePlan, fused: FusedKV) -> None:
         layers = self.layers

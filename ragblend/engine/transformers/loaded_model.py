@@ -70,12 +70,14 @@ def loaded_model_fingerprint(model: Any) -> str:
     fingerprint. Engines that load the directory then share stored KV with this model.
     """
     model = unwrap_peft_model(model)
-    own = architecture(model.config.to_diff_dict())
+    config_fields = architecture(model.config.to_diff_dict())
     dtype = dtype_name(next(parameter for parameter in model.parameters() if parameter.is_floating_point()).dtype)
     path, adapters = _directory(model), describe_adapters(model)
-    if path is not None and not adapters and _is_as_saved(model, own, path):
+    if path is not None and not adapters and _is_as_saved(model, config_fields, path):
         return model_fingerprint(path, dtype)
-    return fingerprint(state_digest(model.state_dict()), own, f"{dtype}+adapters {adapters}" if adapters else dtype)
+    return fingerprint(
+        state_digest(model.state_dict()), config_fields, f"{dtype}+adapters {adapters}" if adapters else dtype
+    )
 
 
 def state_digest(state: Mapping[str, Any]) -> str:
@@ -100,14 +102,14 @@ def _directory(model: Any) -> Path | None:
     return path if path is not None and (path / "config.json").is_file() else None
 
 
-def _is_as_saved(model: Any, own: Mapping[str, Any], path: Path) -> bool:
+def _is_as_saved(model: Any, config_fields: Mapping[str, Any], path: Path) -> bool:
     """Return True if the model in memory equals the files in `path`, whose weights are cast to the model's dtype."""
     from safetensors import safe_open
     from transformers import AutoConfig
 
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        if "auto_map" in config or architecture(AutoConfig.from_pretrained(path).to_diff_dict()) != own:
+        if "auto_map" in config or architecture(AutoConfig.from_pretrained(path).to_diff_dict()) != config_fields:
             return False
         state, seen = model.state_dict(), set()
         for file in sorted(path.glob("*.safetensors")):

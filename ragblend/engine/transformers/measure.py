@@ -73,13 +73,13 @@ def measure_briefly(engine: TransformersEngine, seconds: float = MEASURE_S) -> M
             for chunk in chunks[: len(longest.runs)]:
                 subject.precompute_ids(chunk)
             preferred, other = find_rule("auto", engine.layers.num_layers), find_rule(NO_PROBE_RULE)
-            found = {}
+            measured_shares = {}
             for name, ratio in ((preferred.name, preferred.ratio), (other.name, other.ratio), (other.name, 1.0)):
                 times_s = [time_prefill(subject, longest, "blend", name, ratio) for _ in range(2)]
-                found[name, ratio] = min(times_s) / full_s[longest.num_tokens]  # the first one warms up
-            end = (1.0, found[other.name, 1.0])
-            shares = (preferred.ratio, found[preferred.name, preferred.ratio]), end
-            no_probe_shares = (other.ratio, found[other.name, other.ratio]), end
+                measured_shares[name, ratio] = min(times_s) / full_s[longest.num_tokens]  # the first one warms up
+            end = (1.0, measured_shares[other.name, 1.0])
+            shares = (preferred.ratio, measured_shares[preferred.name, preferred.ratio]), end
+            no_probe_shares = (other.ratio, measured_shares[other.name, other.ratio]), end
     return MachineProfile(
         fingerprint=engine.fingerprint,
         hardware=machine_facts(engine.layers.device),

@@ -236,7 +236,7 @@ def load_calibration(
     if there is no other. A file that is damaged, of another version, under a wrong
     name or not signed with the store's key is skipped with a warning.
     """
-    found: list[Calibration] = []
+    calibrations: list[Calibration] = []
     key = resolve_key(store_key)
     for path in sorted((Path(store_dir) / CALIBRATIONS_DIR).glob(f"{_stem(fingerprint, prefix_ids)}-*.json")):
         try:
@@ -247,8 +247,8 @@ def load_calibration(
             log.warning("calibration %s is skipped: %s; make it again: ragblend calibrate", path, error)
             continue
         if calibration.is_of_stored_chunks or chunker in (None, calibration.chunker):
-            found.append(calibration)
-    return max(found, key=lambda each: (not each.is_of_stored_chunks, each.created_s), default=None)
+            calibrations.append(calibration)
+    return max(calibrations, key=lambda each: (not each.is_of_stored_chunks, each.created_s), default=None)
 
 
 class CalibrationCache:

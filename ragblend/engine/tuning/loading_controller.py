@@ -373,10 +373,10 @@ def _sets_to_compare(chunks: Sequence[LoadableChunk], speeds: Mapping[str, TierS
     free = [at for at, chunk in enumerate(chunks) if chunk.tier not in speeds]
     prefixes: list[list[list[int]]] = []
     for tier in speeds:
-        held = [at for at, chunk in enumerate(chunks) if chunk.tier == tier]
-        held.sort(key=lambda at: chunks[at].nbytes / max(1, chunks[at].num_tokens))
-        steps = min(len(held), NUM_COUNTS)
-        prefixes.append([held[: round(len(held) * step / max(1, steps))] for step in range(steps + 1)])
+        indices = [at for at, chunk in enumerate(chunks) if chunk.tier == tier]
+        indices.sort(key=lambda at: chunks[at].nbytes / max(1, chunks[at].num_tokens))
+        steps = min(len(indices), NUM_COUNTS)
+        prefixes.append([indices[: round(len(indices) * step / max(1, steps))] for step in range(steps + 1)])
     for some in product(*prefixes):
         yield tuple(sorted(chain(free, *some)))
 

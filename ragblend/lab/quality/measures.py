@@ -131,13 +131,13 @@ def token_log_probs(
     return layers.logits(hidden[prompt.num_tokens - start - 1 :]).double().log_softmax(-1)
 
 
-def score_fidelity(found: Tensor, full: Tensor) -> tuple[float, float]:
+def score_fidelity(blend: Tensor, full: Tensor) -> tuple[float, float]:
     """Compare two log-probabilities [A, vocabulary] of the same answer of A tokens.
 
-    Return KL(full || found) in nats, mean over the tokens, and the share of tokens whose most likely token is the same.
+    Return KL(full || blend) in nats, mean over the tokens, and the share of tokens whose most likely token is the same.
     """
-    divergences = (full.exp() * (full - found)).sum(-1).clamp_min(0)
-    return float(divergences.mean()), float((full.argmax(-1) == found.argmax(-1)).double().mean())
+    divergences = (full.exp() * (full - blend)).sum(-1).clamp_min(0)
+    return float(divergences.mean()), float((full.argmax(-1) == blend.argmax(-1)).double().mean())
 
 
 def loss(log_probs: Tensor, token_ids: Sequence[int]) -> float:
@@ -161,12 +161,12 @@ def normalize_answer(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
 
-def exact_match(found: str, gold: str) -> float:
+def exact_match(answer: str, gold: str) -> float:
     """Return 1.0 if the normalized texts are equal (`normalize_answer`), else 0.0."""
-    return float(normalize_answer(found) == normalize_answer(gold))
+    return float(normalize_answer(answer) == normalize_answer(gold))
 
 
-def contains_answer(found: str, gold: str) -> float:
+def contains_answer(answer: str, gold: str) -> float:
     """Return 1.0 if the normalized text contains the normalized gold answer, else 0.0.
 
     It is the measure of "Lost in the Middle" (Liu et al., 2023) for NQ-open, because a model that answers in a sentence
@@ -175,21 +175,21 @@ def contains_answer(found: str, gold: str) -> float:
     >>> contains_answer("It was the Eiffel Tower, in Paris.", "Eiffel tower"), contains_answer("Eiffel", "Eiffel tower")
     (1.0, 0.0)
     """
-    return float(f" {normalize_answer(gold)} " in f" {normalize_answer(found)} ")
+    return float(f" {normalize_answer(gold)} " in f" {normalize_answer(answer)} ")
 
 
-def answer_f1(found: str, gold: str) -> float:
+def answer_f1(answer: str, gold: str) -> float:
     """Return SQuAD's F1: the harmonic mean of precision and recall of the normalized texts' words. Repetitions count.
 
     >>> answer_f1("one red barn", "red barn"), answer_f1("", "red barn"), answer_f1("the Red", "red")
     (0.8, 0.0, 1.0)
     """
-    mine, theirs = normalize_answer(found).split(), normalize_answer(gold).split()
+    mine, theirs = normalize_answer(answer).split(), normalize_answer(gold).split()
     shared = sum((Counter(mine) & Counter(theirs)).values())
     return 2 * shared / (len(mine) + len(theirs)) if shared else 0.0
 
 
-def rouge_l(found: str, gold: str) -> float:
+def rouge_l(answer: str, gold: str) -> float:
     """Return ROUGE-L as LongBench's script computes it, with the package `rouge` 1.0.1; 0.0 for an empty text.
 
     It is the F-measure of the different words in the longest common subsequences of all pairs of sentences. Sentences
@@ -198,7 +198,7 @@ def rouge_l(found: str, gold: str) -> float:
     >>> round(rouge_l("A cat sat. It ran.", "A cat ran. A dog sat."), 3)
     0.8
     """
-    mine, theirs = ([words.split() or [""] for words in text.split(".") if words] for text in (found, gold))
+    mine, theirs = ([words.split() or [""] for words in text.split(".") if words] for text in (answer, gold))
     if not mine or not theirs:
         return 0.0
     shared = {word for ours in theirs for other in mine for word in common_subsequence(ours, other)}
@@ -216,13 +216,13 @@ def common_subsequence(ours: Sequence[str], others: Sequence[str]) -> list[str]:
         for column, other in enumerate(others, start=1):
             longest = max(lengths[row - 1, column], lengths[row, column - 1])
             lengths[row, column] = lengths[row - 1, column - 1] + 1 if word == other else longest
-    row, column, found = len(ours), len(others), list[str]()
+    row, column, subsequence = len(ours), len(others), list[str]()
     while row and column:
         if ours[row - 1] == others[column - 1]:
-            found.append(ours[row - 1])
+            subsequence.append(ours[row - 1])
             row, column = row - 1, column - 1
         elif lengths[row - 1, column] > lengths[row, column - 1]:
             row -= 1
         else:
             column -= 1
-    return found
+    return subsequence

@@ -74,13 +74,13 @@ def _read_records(path: Path) -> Sequence[Record]:
         return list(csv.DictReader(text.splitlines(keepends=True)))
     try:
         if text.lstrip().startswith("["):
-            found: list[Record] = json.loads(text)
+            records: list[Record] = json.loads(text)
         else:
             # Not `splitlines`: the texts of data sets contain other line separators than \n.
-            found = [json.loads(line) for line in text.split("\n") if line.strip()]
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
     except ValueError as error:
         raise CorruptError(f"{path} is neither a JSON array nor JSON lines: {error}") from error
-    return found
+    return records
 
 
 def _read(path: Path) -> str:
@@ -143,8 +143,8 @@ def _question_case(record: Record, others: Sequence[Record]) -> QaCase:
     if "text" in record:
         passages = _with_distractors(record, answers, others)
     else:
-        given = record["passages"] if "passages" in record else record["ctxs"]
-        passages = tuple(each if isinstance(each, str) else each["text"] for each in given)
+        raw_passages = record["passages"] if "passages" in record else record["ctxs"]
+        passages = tuple(each if isinstance(each, str) else each["text"] for each in raw_passages)
     if not question.strip():
         raise ValueError("the question is empty")
     return QaCase(question, answers, passages, str(record.get("kind", "")), "score")

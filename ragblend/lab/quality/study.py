@@ -121,9 +121,9 @@ def run_quality(
         for number, case in enumerate(cases):
             on_progress("questions", number, len(cases))
             prompt = build_prompt(case, base, embedder, config)
-            found, num_tokens = measure_prompt(base, prompt, case, chosen, case.answer_tokens(config.answer_tokens))
+            measured, num_tokens = measure_prompt(base, prompt, case, chosen, case.answer_tokens(config.answer_tokens))
             lengths.append(num_tokens)
-            for each, record in {**found, **(extra_measures(base, prompt, case) if extra_measures else {})}.items():
+            for each, record in {**measured, **(extra_measures(base, prompt, case) if extra_measures else {})}.items():
                 records.setdefault(each, []).append(record)
             gc.collect()  # the question's engines are reference cycles, which hold gigabytes of KV
         return result_facts(
@@ -158,8 +158,8 @@ def measure_prompt(
             engine.precompute(variant)
         for each in chosen:
             if each != FULL and each.context == context:
-                found, seen = answer_and_score(engine, request, each, full)
-                records[each] = expected.record(engine, found, seen, request.prompt)
+                answer, seen = answer_and_score(engine, request, each, full)
+                records[each] = expected.record(engine, answer, seen, request.prompt)
     return records, request.prompt.num_tokens
 
 
@@ -215,8 +215,8 @@ def answer_in_full(
     return FullPrefillReference(case, request, full, reading, gold_ids)
 
 
-def _gold_loss(engine: TransformersEngine, found: Answer, asked: MatchedPrompt, gold_ids: Sequence[int]) -> float:
-    return loss(token_log_probs(engine, asked, found.fused, gold_ids), gold_ids)
+def _gold_loss(engine: TransformersEngine, answer: Answer, asked: MatchedPrompt, gold_ids: Sequence[int]) -> float:
+    return loss(token_log_probs(engine, asked, answer.fused, gold_ids), gold_ids)
 
 
 # -- means
@@ -233,8 +233,8 @@ def summarize(records: dict[Configuration, list[QualityRecord]], kinds: Sequence
     runs = []
     for kind, places in groups.items():
         tables = {
-            each: dict(zip(QualityRecord._fields, np.array(found)[places].T, strict=True))
-            for each, found in records.items()
+            each: dict(zip(QualityRecord._fields, np.array(rows)[places].T, strict=True))
+            for each, rows in records.items()
         }
         runs += [_run(each, kind, tables) for each in tables]
     return runs
@@ -279,11 +279,11 @@ def _in_first_context(tables: Mapping[Configuration, Table], configuration: Conf
 
 
 def compute_gap_recovered(
-    full: NDArray[np.float64], reuse: NDArray[np.float64], found: NDArray[np.float64]
+    full: NDArray[np.float64], reuse: NDArray[np.float64], blend: NDArray[np.float64]
 ) -> float | None:
     """Return the share of the gap between full reuse and full prefill that a configuration closes (PGR).
 
-    full, reuse, found: the losses [number of questions] of full prefill, full reuse and the configuration. The gap is
+    full, reuse, blend: the losses [number of questions] of full prefill, full reuse and the configuration. The gap is
     `reuse - full`. Returns None unless the 95 % interval of the mean gap is above 0.
 
     >>> full, reuse = np.full(9, 1.0), np.full(9, 3.0)
@@ -293,7 +293,7 @@ def compute_gap_recovered(
     """
     if not len(gap := _drop_nan(reuse - full)):
         return None
-    return float(_drop_nan(reuse - found).mean() / gap.mean()) if mean_interval(gap)[0] > 0 else None
+    return float(_drop_nan(reuse - blend).mean() / gap.mean()) if mean_interval(gap)[0] > 0 else None
 
 
 def _drop_nan(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -83,7 +83,7 @@ def _write(element: Element, name: str, parts: _Parts) -> str:
 
 
 def _clean(text: str) -> str:
-    text = _STYLED.sub(lambda found: unicodedata.normalize("NFKC", found[0]), text)
+    text = _STYLED.sub(lambda match: unicodedata.normalize("NFKC", match[0]), text)
     return collapse_whitespace(text.translate(_INVISIBLE))
 
 

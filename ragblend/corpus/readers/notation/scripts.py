@@ -61,7 +61,7 @@ def write_scripts(text: str) -> str:
     if not _MARK.search(text):
         return text
     text = _FRACTION.sub(
-        lambda found: f"{found[1]} {found[2]}/{found[3]}" if found[1] else f"{found[2]}/{found[3]}", text
+        lambda match: f"{match[1]} {match[2]}/{match[3]}" if match[1] else f"{match[2]}/{match[3]}", text
     )
     open_parts: list[tuple[str, list[str]]] = [("", [])]  # (its mark, its texts) of the paragraph and each open part
     for mark, words, ahead in _tokens(text):

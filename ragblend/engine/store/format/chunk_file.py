@@ -256,11 +256,11 @@ def decode_header(raw: bytes, file_nbytes: int, key: str, requirements: ReadRequ
         table = json.loads(raw[8:])
         facts = json.loads(table.pop("__metadata__")["ragblend"])
         version, layout, kv_dtype = facts["format_version"], facts["layout_version"], facts.get("kv_dtype")
-        known = [FORMAT_VERSION, QUANTIZED_FORMAT_VERSION, SIGNED_FORMAT_VERSION]
-        if version not in known or layout != LAYOUT_VERSION or kv_dtype not in (None, *CODE_DTYPES):
-            found = _short(f"{(version, layout)}{f' with {kv_dtype}' if kv_dtype else ''}")
-            reads = [(each, LAYOUT_VERSION) for each in known]
-            raise IncompatibleEntryError(f"format and layout versions {found}, this ragblend reads {reads}")
+        readable_versions = [FORMAT_VERSION, QUANTIZED_FORMAT_VERSION, SIGNED_FORMAT_VERSION]
+        if version not in readable_versions or layout != LAYOUT_VERSION or kv_dtype not in (None, *CODE_DTYPES):
+            versions = _short(f"{(version, layout)}{f' with {kv_dtype}' if kv_dtype else ''}")
+            reads = [(each, LAYOUT_VERSION) for each in readable_versions]
+            raise IncompatibleEntryError(f"format and layout versions {versions}, this ragblend reads {reads}")
         is_signed = version == SIGNED_FORMAT_VERSION
         header = KVHeader(
             key=facts["key"],

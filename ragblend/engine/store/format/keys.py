@@ -92,18 +92,18 @@ def digest_files(paths: Iterable[Path], cache: Path | None = None) -> str:
 
     cache: a JSON file with the digests of earlier calls by path, size and modification time; None: no cache.
     """
-    known = _read_cache(cache)
+    cached_digests = _read_cache(cache)
     named_digests = []
     changed = False
     for path in paths:
         stat = path.stat()
         entry = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-        if entry not in known:
-            known[entry] = _digest_file(path)
+        if entry not in cached_digests:
+            cached_digests[entry] = _digest_file(path)
             changed = True
-        named_digests.append((path.name, known[entry]))
+        named_digests.append((path.name, cached_digests[entry]))
     if changed and cache is not None:
-        _write_cache(cache, known)
+        _write_cache(cache, cached_digests)
     digest = hashlib.blake2b(digest_size=16)
     for name, file_digest in sorted(named_digests):  # by digest too: shards in two folders may share a name
         digest.update(f"{name}\0{file_digest}\0".encode())
@@ -125,15 +125,15 @@ def _read_cache(cache: Path | None) -> dict[str, str]:
     if cache is None:
         return {}
     try:
-        known = json.loads(read_file(cache))
+        entries = json.loads(read_file(cache))
     except (OSError, ValueError, RecursionError):
         return {}
-    return {str(entry): str(value) for entry, value in known.items()} if isinstance(known, dict) else {}
+    return {str(entry): str(value) for entry, value in entries.items()} if isinstance(entries, dict) else {}
 
 
-def _write_cache(cache: Path, known: Mapping[str, str]) -> None:
+def _write_cache(cache: Path, digests: Mapping[str, str]) -> None:
     # Losing this file costs one re-hash, so a read-only home is not an error.
     try:
-        Directory(cache.parent, fsync=False).write(cache, json.dumps(dict(known)).encode())
+        Directory(cache.parent, fsync=False).write(cache, json.dumps(dict(digests)).encode())
     except RagblendError as error:
         log.debug("weight digests were not cached: %s", error)

@@ -270,8 +270,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     >>> dtype_name(torch.bfloat16)
     'bfloat16'
     """
-    for name, known in DTYPES.items():
-        if known == dtype:
+    for name, torch_dtype in DTYPES.items():
+        if torch_dtype == dtype:
             return name
     raise ValueError(f"{dtype} cannot be stored; choose one of {', '.join(DTYPES)}")
 

@@ -32,11 +32,11 @@ def decode_signed_json(data: bytes, kind: str, key: StoreKey | None = None) -> d
     Raises ValueError if the facts were changed, are of another kind, or are not signed with `key`.
     """
     try:
-        found: dict[str, Any] = dict(json.loads(data))
-        signature = found.pop(SIGNATURE, None)
-        if CHECKSUM not in found:
+        fields: dict[str, Any] = dict(json.loads(data))
+        signature = fields.pop(SIGNATURE, None)
+        if CHECKSUM not in fields:
             raise ValueError("it has no checksum")
-        facts = {name: value for name, value in found.items() if name != CHECKSUM}
+        facts = {name: value for name, value in fields.items() if name != CHECKSUM}
         if data != _written(facts, kind, signature):
             raise ValueError("its checksum is wrong")
     except (TypeError, RecursionError) as error:

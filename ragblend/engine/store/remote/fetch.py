@@ -127,15 +127,15 @@ class RemoteFetch:
         indices = self._left[0]
         start, end = self._chunk.layer_range(indices[0])[0], self._chunk.layer_range(indices[-1])[1]
         speed.begin()
-        found = None
+        byte_range = None
         try:
-            found = values.get_range(self.key, start, end)
+            byte_range = values.get_range(self.key, start, end)
         finally:
-            speed.end(0 if found is None else len(found.data))
-        if found is None:  # it was deleted or evicted while it was read
+            speed.end(0 if byte_range is None else len(byte_range.data))
+        if byte_range is None:  # it was deleted or evicted while it was read
             self.stop()
             return
-        self._decode(self._chunk, indices, found.data, start)
+        self._decode(self._chunk, indices, byte_range.data, start)
         self._left.pop(0)
         self._publish()
 
@@ -147,16 +147,16 @@ class RemoteFetch:
 
     def _read_start(self, values: ByteStore, speed: ReadSpeed) -> None:
         start_s = monotonic()
-        found = values.get_range(self.key, 0, START_BYTES)
+        byte_range = values.get_range(self.key, 0, START_BYTES)
         speed.record_latency(monotonic() - start_s)
-        if found is not None and (end := header_end(found.data)) > len(found.data):
-            found = values.get_range(self.key, 0, end)
-        if found is None:
+        if byte_range is not None and (end := header_end(byte_range.data)) > len(byte_range.data):
+            byte_range = values.get_range(self.key, 0, end)
+        if byte_range is None:
             self.stop()
             return
-        chunk = PartialChunk(found.data, found.size, self.key, self._requirements)
-        if found.size <= len(found.data):
-            self._decode(chunk, range(chunk.header.num_layers), found.data, 0)
+        chunk = PartialChunk(byte_range.data, byte_range.size, self.key, self._requirements)
+        if byte_range.size <= len(byte_range.data):
+            self._decode(chunk, range(chunk.header.num_layers), byte_range.data, 0)
         else:
             self._left = list(_layer_ranges(chunk, values.min_range_bytes))
         self._chunk = chunk

@@ -78,8 +78,8 @@ class ObjectValues:
 
     def get(self, name: str) -> bytes | None:
         """Return the object's bytes; None if there is no object."""
-        found = self._read(self._path(name))
-        return None if found is None else found.data
+        byte_range = self._read(self._path(name))
+        return None if byte_range is None else byte_range.data
 
     def get_range(self, name: str, start: int, end: int) -> ByteRange | None:
         """Return the bytes [start, end) of the object; None if there is no object."""
@@ -125,8 +125,8 @@ class ObjectValues:
 
     def get_metadata(self, name: str) -> bytes | None:
         """Return a metadata value; None if there is none."""
-        found = self._read(self._note(name))
-        return None if found is None else found.data
+        byte_range = self._read(self._note(name))
+        return None if byte_range is None else byte_range.data
 
     def put_metadata(self, name: str, data: bytes) -> None:
         """Write a metadata value atomically."""
@@ -154,12 +154,12 @@ class ObjectValues:
         """Return the bytes of an object, or those that are `wanted`; None if there is no object."""
         with self._errors(self._timeout_s):
             try:
-                found = obstore.get(self._reader, path, options={} if wanted is None else {"range": wanted})
+                response = obstore.get(self._reader, path, options={} if wanted is None else {"range": wanted})
             except FileNotFoundError:
                 return None
-            if (nbytes := found.meta["size"]) > self.max_value_bytes:
+            if (nbytes := response.meta["size"]) > self.max_value_bytes:
                 raise OSError(f"{path} has {nbytes} bytes; {self.max_value_bytes} is the most that is read")
-            return ByteRange(bytes(found.bytes()), nbytes)
+            return ByteRange(bytes(response.bytes()), nbytes)
 
     def _write(self, path: str, data: bytes) -> None:
         with self._errors(WRITE_TIMEOUT_S):
@@ -187,10 +187,10 @@ class ObjectValues:
                     return
                 if monotonic() > until_s:
                     raise OSError(f"the list of objects does not end within {WALK_TIMEOUT_S:g} s")
-            for found in batch:
-                name = found["path"].rpartition("/")[2]
+            for object_meta in batch:
+                name = object_meta["path"].rpartition("/")[2]
                 if name.endswith(suffix) and not name.startswith("."):
-                    yield name.removesuffix(suffix), found["size"]
+                    yield name.removesuffix(suffix), object_meta["size"]
 
     @contextmanager
     def _errors(self, timeout_s: float) -> Iterator[None]:

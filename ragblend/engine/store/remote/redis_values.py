@@ -115,11 +115,11 @@ class RedisValues:
             pipeline = self._client.pipeline(transaction=False)
             for key in keys:
                 pipeline.strlen(key)
-            found = pipeline.execute(raise_on_error=False)
-            problem = next((each for each in found if isinstance(each, Exception) and not _is_wrong_type(each)), None)
+            replies = pipeline.execute(raise_on_error=False)
+            problem = next((each for each in replies if isinstance(each, Exception) and not _is_wrong_type(each)), None)
             if problem is not None:
                 raise problem
-        return [None if isinstance(each, Exception) else int(each) for each in found]
+        return [None if isinstance(each, Exception) else int(each) for each in replies]
 
     def delete(self, name: str) -> bool:
         """Delete the value; return True if there was one."""
@@ -130,10 +130,10 @@ class RedisValues:
         """Yield every name with its value's size in bytes. Raises BackendUnreachableError after WALK_TIMEOUT_S."""
         until_s = monotonic() + WALK_TIMEOUT_S
         with self._call(self._timeout_s):
-            found = self._client.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH)
+            key_iterator = self._client.scan_iter(match=f"{PREFIX}*", count=_SCAN_BATCH)
         while True:
             with self._call(until_s - monotonic()):
-                keys = list(islice(found, _SCAN_BATCH))
+                keys = list(islice(key_iterator, _SCAN_BATCH))
             if not keys:
                 return
             for key, size in zip(keys, self._lengths(keys), strict=True):
@@ -147,8 +147,8 @@ class RedisValues:
     def list_metadata(self, after: str = "") -> list[str]:
         """Return the names of the metadata values that sort after `after`; all names for ""."""
         with self._call(self._timeout_s):
-            found = self._client.zrangebylex(NOTE_NAMES, f"({after}", "+") if after else self._client.hkeys(NOTES)
-            return [name.decode("utf-8", "replace") for name in cast("list[bytes]", found)]
+            names = self._client.zrangebylex(NOTE_NAMES, f"({after}", "+") if after else self._client.hkeys(NOTES)
+            return [name.decode("utf-8", "replace") for name in cast("list[bytes]", names)]
 
     def get_metadata(self, name: str) -> bytes | None:
         """Return a metadata value; None if there is none."""

@@ -174,8 +174,8 @@ class RemoteStore(KVStore):
         """Return the fetch of `key`, started unless it is in progress; None while the breaker is open."""
         with self._lock:
             self._expire_results(monotonic())
-            if (known := self._flights.get(key)) is not None:
-                return known
+            if (flight := self._flights.get(key)) is not None:
+                return flight
             if self.breaker.is_closed:
                 fetch = RemoteFetch(key, self._requirements, self.timeout_s, self._continue)
                 self._flights[key] = fetch
@@ -249,10 +249,10 @@ class RemoteStore(KVStore):
         If the queue is full, only the key is queued, and the tensors are read from a local tier before sending.
         If `set_upload_source_tiers` has set no local tier, the chunk is dropped instead and adds 1 to `num_dropped`.
         """
-        held = load_into_memory(kv)
+        loaded = load_into_memory(kv)
         with self._lock:
-            self._flights.pop(held.header.key, None)
-        if self._queue.put(held):
+            self._flights.pop(loaded.header.key, None)
+        if self._queue.put(loaded):
             self._count(num_puts=1)
 
     def set_upload_source_tiers(self, tiers: Sequence[KVStore]) -> None:
@@ -263,8 +263,8 @@ class RemoteStore(KVStore):
         """
 
         def read_back(key: str) -> MemoryKV | None:
-            found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
-            return None if found is None else load_into_memory(found)
+            local_kv = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
+            return None if local_kv is None else load_into_memory(local_kv)
 
         self._queue.read_back = read_back if tiers else None
 
@@ -316,7 +316,7 @@ class RemoteStore(KVStore):
             if monotonic() >= until_s or not self.is_available():
                 break
             try:
-                there.update(key for key, found in zip(batch, self.values.contains_many(batch), strict=True) if found)
+                there.update(key for key, exists in zip(batch, self.values.contains_many(batch), strict=True) if exists)
             except RagblendError as error:
                 self._record_failure(str(error))
                 break

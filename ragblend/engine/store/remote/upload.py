@@ -30,12 +30,12 @@ class PushReport:
 
 def send_entries(
     keys: Sequence[str],
-    known: Collection[str],
+    remote_keys: Collection[str],
     tiers: Sequence[KVStore],
     remote: RemoteStore,
     progress: Callable[[str, int, int | None], None],
 ) -> PushReport:
-    """Send the entries `keys` to `remote`, except those that it has, which are `known`. Wait for each reply.
+    """Send the entries `keys` to `remote`, except those that it has, which are `remote_keys`. Wait for each reply.
 
     tiers: those of this machine, from which the entries are read; the first that has an entry is used. progress: called
     with "push", the number of finished entries, and the number of all. If `remote` fails repeatedly, its circuit
@@ -43,18 +43,18 @@ def send_entries(
     """
     report = PushReport()
     for done, key in enumerate(keys, start=1):
-        if key in known:
+        if key in remote_keys:
             report.num_known += 1
         elif not remote.breaker.is_closed:
             report.num_dropped += 1
             report.problem = report.problem or remote.last_failure
         else:
             try:
-                found = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
-                if found is not None:
-                    remote.put_and_wait(found)
+                local_kv = next((kv for tier in tiers if (kv := tier.get(key)) is not None), None)
+                if local_kv is not None:
+                    remote.put_and_wait(local_kv)
                     report.num_sent += 1
-                    report.sent_bytes += found.nbytes
+                    report.sent_bytes += local_kv.nbytes
                 else:
                     report.num_damaged += 1
             except DamagedEntryError:
@@ -75,7 +75,7 @@ def finish_sending(
     not waited for, and all `keys` then count as dropped. Entries that a tier lacks and that are not on this machine
     count as damaged. progress: called with "push", the number of finished entries, and the number of all.
     """
-    found = list[tuple[RemoteStore, PushReport]]()
+    reports = list[tuple[RemoteStore, PushReport]]()
     wanted = list(dict.fromkeys(keys))
     local = [tier for tier in store.tiers if not tier.is_remote]
     for remote in store.find_tiers(RemoteStore):
@@ -83,5 +83,5 @@ def finish_sending(
         while not remote.flush(_PROGRESS_S) and remote.breaker.is_closed:
             progress("push", total - remote.num_waiting, total)
         lacking = wanted[::-1]  # backwards, because vLLM's workers may be sending the same entries, the oldest first
-        found.append((remote, send_entries(lacking, remote.find_stored(wanted), local, remote, progress)))
-    return found
+        reports.append((remote, send_entries(lacking, remote.find_stored(wanted), local, remote, progress)))
+    return reports

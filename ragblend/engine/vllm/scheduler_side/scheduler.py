@@ -299,25 +299,25 @@ class BlendScheduler:
                 self._plan_fill(request, state, result)
         return True
 
-    def _start_fetch(self, request: Any, state: _RequestState, found: LookupResult, fetch: RemoteFetcher) -> bool:
+    def _start_fetch(self, request: Any, state: _RequestState, lookup: LookupResult, fetch: RemoteFetcher) -> bool:
         """Fetch the variants that may be in the remote tier, and wait for those that are worth it.
 
         Return True if the request is left to vLLM, because full prefill is faster.
         """
-        used: Sequence[int] = range(len(found.runs))
+        used: Sequence[int] = range(len(lookup.runs))
         if state.adapts_ratio:
-            chunks = self.loading.fetchable_chunks(found.runs, found.missing)
-            decision = self._decide(request, found.runs, state, chunks)
+            chunks = self.loading.fetchable_chunks(lookup.runs, lookup.missing)
+            decision = self._decide(request, lookup.runs, state, chunks)
             used = decision.used
             if len(used) < len(chunks):
                 state.report.decision = decision.describe(len(chunks))
             if decision.fallback_reason:
                 self._refuse(state, decision.fallback_reason)
-        state.later = [key for at, each in enumerate(found.missing) if at not in used for key in each.keys]
+        state.later = [key for at, each in enumerate(lookup.missing) if at not in used for key in each.keys]
         if state.report.refused_reason:
             fetch.start(state.later)
             return True
-        state.pending_fetch = fetch.start([key for at in used for key in found.missing[at].keys])
+        state.pending_fetch = fetch.start([key for at in used for key in lookup.missing[at].keys])
         return False
 
     def _decide(

@@ -132,10 +132,10 @@ class PagedKV:
             for span, kv in parts:
                 here = slice(span.start - rows.start, span.stop - rows.start)
                 for index, tensor in enumerate(kv):
-                    own = tensor.to(self._layers.device, non_blocking=True)
+                    device_tensor = tensor.to(self._layers.device, non_blocking=True)
                     if shares is not None and drift is not None:
-                        own = own + shares[span] @ drift[index]
-                    target[index][here] = own.transpose(0, 1)  # copies and transposes at once
+                        device_tensor = device_tensor + shares[span] @ drift[index]
+                    target[index][here] = device_tensor.transpose(0, 1)  # copies and transposes at once
             self._layers.rotate_keys(layer, target.keys, self._positions[rows])
             yield rows, target
             if layer in self._kept:  # after the backend has rounded it: not every backend's result stays when repeated
