@@ -84,7 +84,7 @@ def test_ragblend_takes_the_default_command():
 def test_ragblend_takes_the_command_with_every_switch_on(everything):
     own, vllm = parsed(container(everything)["args"])
     assert own["model"] == "meta-llama/Llama-3.1-8B-Instruct"
-    assert (str(own["ratio"]), own["rule"], own["context"]) == ("0.2", "cacheblend_k", "none")
+    assert (str(own["recompute_ratio"]), own["rule"], own["context"]) == ("0.2", "cacheblend_k", "none")
     assert (own["system"], own["mode"]) == ("You answer briefly, from the documents.", "prefix")
     flags = ["--shutdown-timeout=120", "--tensor-parallel-size=2", "--max-model-len", "16384", "--max-num-seqs=64"]
     assert vllm == flags
