@@ -1,6 +1,6 @@
 """Time to first token with a remote tier at five speeds: full prefill, waiting for the tier, the loading controller.
 
-    python -m benchmarks.remote_loading --out data/results/remote-loading.json
+    python -m benchmarks.remote_loading --out FILE.json
 
 Redis and an S3 server (moto) run on this machine, each behind a line whose speed is set so that loading takes 0.02 to 8
 times as long as full prefill. Every request finds its chunks in the remote tier alone. The three ways take turns on the

@@ -1,9 +1,7 @@
 """Sustained traffic: the time to first token while the corpus grows and prompts keep changing.
 
-    python -m benchmarks.sustained --model models/smollm2 --threads 1 --out data/results/sustained.json \\
-        --plot docs/sustained.png
-    .venv-vllm/bin/python -m benchmarks.sustained --model models/smollm2 --backend vllm --threads 1 \\
-        --out data/results/sustained-vllm.json
+    python -m benchmarks.sustained --model models/smollm2 --threads 1 --out FILE.json --plot FILE.png
+    .venv-vllm/bin/python -m benchmarks.sustained --model models/smollm2 --backend vllm --threads 1 --out FILE.json
 
 The stream has batches of requests. Before each batch, new passages of MuSiQue are ingested. A prompt has six passages
 in random order: half of them from the newest batch of documents, the others from all earlier ones, where a few are

@@ -372,7 +372,7 @@ def test_a_process_forked_during_requests_gets_errors_and_never_hangs(tmp_path):
             "generate": lambda: llm.engine.generate(prompt),
             "stream": lambda: next(stream),
             "precompute": lambda: precompute_documents(["A new text."], llm),
-            "ledger": lambda: open_ledger(llm.engine.store).add(["A text of the child's."], DocumentKey("a", "1")),
+            "ledger": lambda: open_ledger(llm.engine.store).add_texts({DocumentKey("a", "1"): {"A child's text.": 0}}),
         }
         for name, call in list(calls.items()) * 3:
             child = os.fork()

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from ragblend.engine.generation import Conversation
 from ragblend.engine.transformers.layers import cache_argument_name
+from ragblend.engine.tuning.loading_controller import ReuseDecision
 from ragblend.errors import UsageError
 from ragblend.lab.explain import STATES, Comparison, explain
 from ragblend.lab.explain_page import explanation_lines, render_html
@@ -114,7 +115,8 @@ def test_figures_of_runs_add_up_to_their_chunks_and_to_the_report(tiny_engine, f
 
 
 def test_full_prefill_that_was_faster_reports_no_missing_chunk(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_choose_ratio", lambda *_: (1.0, "loading takes 3 s"))
+    decision = ReuseDecision("ask", 1.0, (), 3.0, 1.0, 1.0, 1.0, "loading takes 3 s")
+    monkeypatch.setattr(engine, "_decide", lambda *_, **__: decision)
     explanation = explain(engine, PROMPT, max_tokens=2)
     assert {token.state for token in explanation.tokens} == {"computed"}
     for shown in ("\n".join(explanation_lines(explanation)), render_html(explanation)):
