@@ -59,13 +59,17 @@ def assert_exact(llm: Any, stock: Callable[[str], Any]) -> None:
         expected = reference.continue_from(reference.blend(parts, **case.reference), parts)
         assert report(output)["num_recomputed_tokens"] == len(expected.selected)
         assert_continues(output, reference)
-    refined = ask(llm, IDS, blend_params(0.1, "ask") | {"refine_ratio": 1.0})
-    assert_full_prefill_follows(llm, IDS, refined, 1e-3)
     labelled = labelled_prompt()
     output = ask(llm, labelled.ids, blend_params(0.15))
     assert report(output)["num_chunk_hits"] == 3
     reference.blended(labelled.parts, 0.15, "cacheblend", [])
     assert_continues(output, reference)
+
+
+def assert_refined(llm: Any) -> None:
+    """Compare the tokens after a refinement with full prefill's."""
+    refined = ask(llm, IDS, blend_params(0.1, "ask") | {"refine_ratio": 1.0})
+    assert_full_prefill_follows(llm, IDS, refined, 1e-3)
 
 
 def test_two_tensor_parallel_ranks(checkpoint, stock, tmp_path, monkeypatch):
@@ -75,6 +79,7 @@ def test_two_tensor_parallel_ranks(checkpoint, stock, tmp_path, monkeypatch):
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "skip_tokenizer_init": True}
     with engine(checkpoint("llama"), tmp_path / "two", **options) as llm:
         assert_exact(llm, stock)
+        assert_refined(llm)
         # The disk is too slow for reuse from there; the ranks, in other processes, report their memory.
         blended = report(ask(llm, IDS, {"mode": "blend"}))
         assert (blended["num_chunk_hits"], blended["refused_reason"]) == (3, "")
@@ -99,6 +104,7 @@ def test_two_tensor_parallel_ranks(checkpoint, stock, tmp_path, monkeypatch):
 def test_torch_compile(checkpoint, stock, tmp_path):
     with engine(checkpoint("llama"), tmp_path, enforce_eager=False, skip_tokenizer_init=True) as llm:
         assert_exact(llm, stock)
+        assert_refined(llm)
 
 
 @pytest.mark.parametrize("scheduling", [True, False], ids=["async", "sync"])

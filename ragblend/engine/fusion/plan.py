@@ -286,6 +286,10 @@ def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePla
     if deviation is not None:
         for earlier in deviations[:-1]:  # each has a value for the rows of that part
             deviation[: len(earlier)] = earlier.where(~earlier.isnan(), deviation[: len(earlier)])
+    kept: defaultdict[int, int] = defaultdict(int)
+    for _, part in fused:  # parts by different rules have different check layers
+        for layer, count in part.kept.items():
+            kept[layer] += count
     merged = replace(
         result,
         recomputed=torch.cat([part.recomputed for _, part in fused]),
@@ -294,7 +298,7 @@ def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePla
         probe_s=sum(part.probe_s for _, part in fused),
         select_s=sum(part.select_s for _, part in fused),
         deviation=deviation,
-        kept={layer: sum(part.kept[layer] for _, part in fused) for layer in result.kept},
+        kept=dict(kept),
     )
     placements = tuple(placement for part, _ in fused for placement in part.placements)
     exact_end = min(first.num_resident, plan.exact_end)
