@@ -26,6 +26,7 @@ from harness import (
 )
 from reference import Span
 from refined import assert_full_prefill_follows, assert_refined_as_by_transformers, recorded_refinements
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.vllm.worker_side import layers as vllm_layers
@@ -237,6 +238,12 @@ def test_stale_chunks_do_change_the_answer(served):
         assert tokens(stale) != tokens(full)
 
 
+refines = pytest.mark.skipif(
+    not hasattr(KVConnectorBase_V1, "bind_kv_cache_manager"), reason="this vLLM does not pass its blocks to connectors"
+)
+
+
+@refines
 def test_an_answer_refined_to_ratio_one_goes_on_as_after_full_prefill(served):
     _, llm = served
     for prompt in (plain_prompt(), patchy_prompt()):
@@ -244,6 +251,7 @@ def test_an_answer_refined_to_ratio_one_goes_on_as_after_full_prefill(served):
         assert_full_prefill_follows(llm, prompt.ids, answer, TOLERANCE)
 
 
+@refines
 @pytest.mark.parametrize("rule", ["ask", "cacheblend", "random"])
 def test_a_refinement_computes_the_kv_of_the_transformers_engine(served, stock, rule):
     family, llm = served

@@ -542,7 +542,7 @@ class BlendScheduler:
         Only a request that is alone in vLLM is refined, so that no other request waits. `scheduled`: tokens of each
         request in this step. A step of more than one token, by drafts, may use a plan of MLA that a refinement changes.
         """
-        if len(self._unfinished) != 1:
+        if len(self._unfinished) != 1 or self.kv_cache_manager is None:  # vLLM 0.28 and 0.29 do not pass it
             return None
         state = self.requests.get(next(iter(self._unfinished)))
         if state is None or not state.is_refinable or scheduled.get(state.request.request_id) != 1:
