@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -120,8 +120,10 @@ class TokenIdRows(Catalog):
 
     def ids_after(self, number: int, tokenizer: str, namespace: str) -> list[tuple[int, NDArray[np.uint32]]]:
         """Return (row number, token ids) of the rows with numbers above `number`."""
-        rows = self._rows(_IDS_AFTER, number=number, b_tokenizer=tokenizer, b_namespace=namespace)
-        return [(row.number, _decode_ids(row.ids)) for row in rows]
+        values = {"number": number, "b_tokenizer": tokenizer, "b_namespace": namespace}
+        with self._locked() as connection:
+            rows: Any = connection.execute(_IDS_AFTER, values)
+            return [(row_number, _decode_ids(ids)) for row_number, ids in rows]  # faster than attributes of rows
 
     def read_ids(self, number: int) -> NDArray[np.uint32] | None:
         """Return the token ids of a row number; None if the row was deleted."""
