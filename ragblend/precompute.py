@@ -28,7 +28,7 @@ from ragblend.engine.store.metadata import StoreDefaults
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import EmptyCorpusError
 from ragblend.index import ChunkIndex
-from ragblend.ingestion.capacity import describe_capacity, stored_kv_bytes
+from ragblend.ingestion.capacity import SIZE_MAX_AGE_S, describe_capacity, stored_kv_bytes
 from ragblend.ingestion.contexts import (
     apply_context_policy,
     chunk_variants,
@@ -250,7 +250,7 @@ def precompute_chunks(
             recorded = [key for key in keys.values() if report.num_evicted_kv or disk.has_file(key)]
             ledger.record_stored_entries(recorded, engine.fingerprint)
     report.prefill_s += perf_counter() - start_s
-    report.store_bytes = stored_kv_bytes(engine)
+    report.store_bytes = stored_kv_bytes(engine, SIZE_MAX_AGE_S)
     send_to_remote(stored_chunks, missing, engine, report, on_progress)
     return report
 
@@ -406,6 +406,6 @@ def precompute_documents(
     # Set last, so that after a killed call the same call replaces the document again.
     ledger.set_facts({name: facts for name, facts in facts_of.items() if facts != ledger.facts_of(name)})
     if report.num_removed_kv:
-        report.store_bytes = stored_kv_bytes(engine)
+        report.store_bytes = stored_kv_bytes(engine, SIZE_MAX_AGE_S)
     report.elapsed_s = perf_counter() - start_s
     return report

@@ -98,7 +98,8 @@ class KnownChunks:
         """
         runs = self.find_runs(token_ids)
         if named:
-            if unknown := [ids for ids, chunk in named.items() if chunk.text not in self]:
+            matched = {run.chunk_ids for run in runs}
+            if unknown := [ids for ids, chunk in named.items() if ids not in matched and chunk.text not in self]:
                 runs += [part for run in find_runs_of(unknown, token_ids) for part in run.without(runs)]
                 runs.sort(key=lambda run: run.start)
             runs = [replace(run, chunk=named.get(run.chunk_ids)) for run in runs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 
 from ragblend.engine.api import Engine
@@ -11,11 +12,20 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import format_bytes
 from ragblend.errors import StoreFullError
 
+SIZE_MAX_AGE_S = 30.0  # of the size that a report of few documents contains
 
-def stored_kv_bytes(engine: Engine) -> int | None:
-    """Return the size in bytes of the store: on disk, or in memory without a disk tier; None if a server has it."""
-    local = engine.store.find_tier(DiskStore) or engine.store.find_tier(MemoryStore)
-    return None if engine.store.is_remote or local is None else local.nbytes()
+
+def stored_kv_bytes(engine: Engine, max_age_s: float = 0.0) -> int | None:
+    """Return the size in bytes of the store: on disk, or in memory without a disk tier; None if a server has it.
+
+    max_age_s: see `DiskStore.nbytes`. Listing takes as long as prefilling some small documents in a store of 100,000.
+    """
+    if engine.store.is_remote:
+        return None
+    if (disk := engine.store.find_tier(DiskStore)) is not None:
+        return disk.nbytes(max_age_s)
+    memory = engine.store.find_tier(MemoryStore)
+    return None if memory is None else memory.nbytes()
 
 
 def describe_capacity(disk: DiskStore, nbytes: int) -> str:
@@ -34,7 +44,7 @@ def describe_capacity(disk: DiskStore, nbytes: int) -> str:
     available = f"{format_bytes(free)} free"
     if disk.certainly_fits(nbytes):
         return available
-    stored_bytes = disk.nbytes(lists_again=False)
+    stored_bytes = disk.nbytes(max_age_s=math.inf)
     limit = disk.limit_bytes(stored_bytes)
     # Other processes may have used the rest.
     if limit is not None and nbytes > limit * (1 - RESCAN_SHARE) - stored_bytes:

@@ -223,13 +223,13 @@ class DiskStore(StoreMetadata, KVStore):
         """Return the keys of all entry files, which are not opened. Files that were moved aside are left out."""
         return (path.stem for path in self._files(ENTRY_SUFFIX))
 
-    def nbytes(self, *, lists_again: bool = True) -> int:
+    def nbytes(self, max_age_s: float = 0.0) -> int:
         """Return the size in bytes of all entries' files on disk, damaged ones included.
 
-        lists_again: with False and a budget, the directory is not listed, so the latest changes by other processes are
-        not counted (see `eviction`).
+        max_age_s: with a budget, the directory is not listed if the last listing is not older, so the latest changes by
+        other processes are not counted (see `eviction`).
         """
-        return self._evictor.held_bytes(lists_again=lists_again)
+        return self._evictor.held_bytes(max_age_s)
 
     def certainly_fits(self, nbytes: int) -> bool:
         """Return True if `nbytes` of new entries certainly fit; False if unknown. The directory is not listed."""

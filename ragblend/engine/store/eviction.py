@@ -138,15 +138,16 @@ class DiskEvictor:
         with self._lock:
             self._kept_bytes -= self._untrack(key)
 
-    def held_bytes(self, *, lists_again: bool = True) -> int:
+    def held_bytes(self, max_age_s: float = 0.0) -> int:
         """Return the size in bytes of all entries, damaged ones included.
 
-        lists_again: True lists the folders that have changed. False uses the last listing, so later changes by other
-        processes are not counted. False is ignored without a budget, before the first listing, and after `invalidate`.
-        If folders cannot be listed, the last known size is returned.
+        max_age_s: if the last listing is older, the folders that have changed are listed again. Changes by other
+        processes since that listing are not counted. Without a budget, before the first listing and after `invalidate`
+        the folders are always listed. If folders cannot be listed, the last known size is returned.
         """
         with self._put_lock:
-            if lists_again or self._capacity is None or self._looked_s is None:
+            is_old = self._looked_s is None or time.monotonic() - self._looked_s >= max_age_s
+            if is_old or self._capacity is None:
                 with suppress(OSError):
                     self._rescan(removes_damaged=False)
             with self._lock:
