@@ -72,7 +72,8 @@ def closeness() -> Iterator[tuple[str, str]]:
         kl = "0" if key == ("none", 1.0) else interval(run, "first_token_kl", 3)
         contains = f"{run['contains_answer']:.3f}"
         name = f"`{key[0]}` {100 * key[1]:.0f} %" if key[0] != "none" else cells[key][0]
-        yield "benchmarks/RESULTS.md", row(name, interval(run, "token_f1", 3), contains, interval(run, "gold_loss", 2), kl)
+        loss = interval(run, "gold_loss", 2)
+        yield "benchmarks/RESULTS.md", row(name, interval(run, "token_f1", 3), contains, loss, kl)
 
 
 def loading() -> Iterator[tuple[str, str]]:
