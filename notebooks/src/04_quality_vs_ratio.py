@@ -91,29 +91,24 @@ for rule, curve in curves.items():
 # ## 69 questions, measured before
 # `ragblend bench quality` measures in this way, with six retrieved chunks of at most 256 tokens. Its results are in
 # `data/results/`. *Compute* is the whole work of a rule, including the selection of tokens, as a share of prefilling
-# the chunks in a model of 32 layers. Chunks were stored `alone`, or after the two most similar chunks (`similar`), the
-# default until commit a691d7e7, which measured them. F1 is low in every row, even with full prefill, because the
-# questions are too hard for a model of this size. The closeness to full prefill can still be measured.
+# the chunks in a model of 32 layers. Chunks were stored alone. F1 is low in every row, even with full prefill, because
+# the questions are too hard for a model of this size. The closeness to full prefill can still be measured.
 
 # %%
 kept = json.loads((data / "results" / "quality-musique.json").read_text())
 runs = [run for run in kept["runs"] if run["kind"] == "all" and run["mode"] != "full"]
 lines = {}
 for run in runs:
-    name = {"none": "alone", "similar": "similar"}[run["context"]]
-    if run["mode"] == "reuse":
-        for rule in kept["config"]["rules"]:
-            lines.setdefault((name, rule), []).append(run)
-    else:
-        lines[name, run["rule"]].append(run)
+    for rule in kept["config"]["rules"] if run["mode"] == "reuse" else [run["rule"]]:
+        lines.setdefault(rule, []).append(run)
 
 print(f"{kept['num_questions']} questions, {kept['prompt_tokens']:.0f} tokens each")
-print(f"{'stored':<9}{'rule':<14}{'ratio':>6}{'compute':>9}{'first-token KL':>16}{'95 % interval':>17}{'F1':>7}")
-for (name, rule), points in lines.items():
+print(f"{'rule':<14}{'ratio':>6}{'compute':>9}{'first-token KL':>16}{'95 % interval':>17}{'F1':>7}")
+for rule, points in lines.items():
     for run in points:
         if run["mode"] == "blend" or rule == "ask":
             print(
-                f"{name:<9}{rule if run['mode'] == 'blend' else '(full reuse)':<14}{run['ratio']:>6.0%}"
+                f"{rule if run['mode'] == 'blend' else '(full reuse)':<14}{run['ratio']:>6.0%}"
                 f"{run['charged_budget_32']:>9.1%}{run['first_token_kl']:>16.3f}"
                 f"{run['first_token_kl_low']:>9.3f} to {run['first_token_kl_high']:.3f}{run['token_f1']:>7.3f}"
             )
@@ -127,12 +122,11 @@ left.set_xticks([0, *RATIOS, 1], [f"{ratio:.0%}" for ratio in (0, *RATIOS, 1)])
 left.set_title("3 questions, measured here", fontsize="medium")
 left.set_xlabel("recompute ratio")
 left.set_ylabel("first-token KL to full prefill, nats")
-for (name, rule), points in lines.items():
+for rule, points in lines.items():
     spread = [[run["first_token_kl"] - run["first_token_kl_low"] for run in points]]
     spread.append([run["first_token_kl_high"] - run["first_token_kl"] for run in points])
-    style = {"color": f"C{kept['config']['rules'].index(rule)}", "linestyle": "-" if name == "similar" else "--"}
     x = [run["charged_budget_32"] for run in points]
-    right.errorbar(x, [run["first_token_kl"] for run in points], spread, capsize=3, label=f"{rule}, {name}", **style)
+    right.errorbar(x, [run["first_token_kl"] for run in points], spread, capsize=3, label=rule)
 right.set_title("69 questions, 95 % intervals", fontsize="medium")
 right.set_xlabel("compute, finding the tokens included")
 right.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")

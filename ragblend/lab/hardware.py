@@ -73,7 +73,7 @@ def cpu(num_cores: int = CPU_CORES) -> Hardware:
 
     Of one core: 64 float32 operations per cycle (AVX-512, two FMA units) at 2.6 GHz, and its part of eight channels of
     DDR5-4800 that 32 cores share. The reached share and the speed of placing KV are those of one thread in
-    data/results/ttft-ask-5-llama-200m-fp32.json. It is assumed that cores add up.
+    data/results/hardware-cpu.json. It is assumed that cores add up.
     """
     memory = 9.6e9 * num_cores
     return Hardware(

@@ -98,7 +98,7 @@ def results(name: str) -> Any:
 
 def measured_and_predicted() -> Iterator[tuple[int, list[tuple[float, float]]]]:
     """Yield tokens of a prompt, and measured and predicted seconds of full prefill, reuse, ask and cacheblend."""
-    one_core = results("ttft-ask-5-llama-200m-fp32.json")
+    one_core = results("hardware-cpu.json")
     runs: list[tuple[ModelSizes, Hardware, dict[str, Any]]] = [
         (LLAMA_8B, GPUS["H100"], run) for run in results("gpu-h100.json")["parts"]["ttft"]["found"]
     ]

@@ -177,8 +177,8 @@ class FusePlan:
         count = sum(placement.kv.header.num_tokens for placement in self.placements)
         start = self.question_start
         if start is None:
-            # If the question precedes its chunks, the text after the last chunk is the probe's query. Its selection is
-            # as close as that of the question repeated after the chunks (data/results/asking-musique.json).
+            # If the question precedes its chunks, the text after the last chunk is the probe's query: it attends to
+            # the question and to all chunks.
             start = max((placement.end for placement in self.placements), default=self.num_resident)
         ratio = self.recompute_ratio
         recomputes_all = all(check.keeps_all for check in self.checks) if self.checks else ratio >= 1

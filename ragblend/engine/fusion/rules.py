@@ -32,7 +32,7 @@ DEFAULT_RATIO = 0.15  # CacheBlend, section 4.2: the share that its authors foun
 # layer 1 is the first that can show a deviation (CacheBlend, section 4.3).
 CHECK_LAYER = 1
 
-# Constants of `ask`, chosen on the selection split of real questions (data/results/carry-*.json): its default ratio,
+# Constants of `ask`, chosen on the selection split of real questions (`ragblend bench quality`): its default ratio,
 # and the factors on the estimated change of kept tokens. At 5 % it is closer to full prefill than `cacheblend` is at
 # 15 %, so the query probe may cost as much as recomputing the difference, PROBE_MARGIN, in addition to the ratio.
 ASK_RATIO, DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, PROBE_MARGIN = 0.05, 0.9, 0.8, 0.1
@@ -40,7 +40,7 @@ ASK_RATIO, DRIFT_GAIN, DRIFT_GAIN_IN_CONTEXT, PROBE_MARGIN = 0.05, 0.9, 0.8, 0.1
 # Least layers of a deep model, such as the language model on which `ask` and its constants were chosen. Language models
 # in use have 16 and more; the embedded model has 5.
 DEEP_MODEL_LAYERS = 12
-# First and last probe layer of a deep model, as shares of its depth (benchmarks/RESULTS.md). Attention in the first and
+# First and last probe layer of a deep model, as shares of its depth. Attention in the first and
 # the last layers is less specific to the question.
 PROBE_DEPTHS = (1 / 3, 0.8)
 
@@ -137,10 +137,10 @@ RULES: dict[str, SelectionRule] = {
 
 # On a real language model of 30 layers `ask` is the closest rule (`ragblend bench quality`,
 # data/results/quality-musique.json). On the embedded one of 5 layers, at DEFAULT_RATIO, it answers more questions than
-# `cacheblend` (data/results/quality-demo-selection.json).
+# `cacheblend` (data/results/quality-demo-reported.json).
 DEFAULT_RULE = "ask"
 # Rule for prompts whose query probe costs too much (`is_probe_worthwhile`): the closest rule without a probe, on
-# questions that are not reported (`--split selection`, data/results/closeness-selection.json).
+# questions that are not reported (`--split selection`).
 NO_PROBE_RULE = "cacheblend"
 
 
