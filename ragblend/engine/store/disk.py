@@ -258,11 +258,13 @@ class DiskStore(StoreMetadata, KVStore):
                 yield StoreEntry(path.stem, stat.st_size, stat.st_mtime, header)
 
     def touch(self, key: str) -> None:
-        """Record a use of an entry that a faster tier returned, so that `gc` keeps it.
+        """Record a use of an entry that a faster tier returned, so that `put` and `gc` keep it.
 
         The last use is the file's modification time, accurate to a minute. It is read and set at most once in
-        TOUCH_INTERVAL_S, because a request touches every chunk that it gets from the memory tier.
+        TOUCH_INTERVAL_S, because a request touches every chunk that it gets from the memory tier. The table of this
+        object's evictor has the time of each use.
         """
+        self._evictor.touch(key)
         now_s = time.time()
         # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.
         if not now_s < self._touch_due_s.get(key, 0.0) <= now_s + TOUCH_INTERVAL_S:

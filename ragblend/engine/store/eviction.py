@@ -133,6 +133,12 @@ class DiskEvictor:
             with self._lock:
                 self._track(key, nbytes)
 
+    def touch(self, key: str) -> None:
+        """Record in the table that an entry was used now, if the table has it."""
+        with self._lock:
+            if (entry := self._held.get(key)) is not None:
+                self._track(key, entry.nbytes)
+
     def record_delete(self, key: str) -> None:
         """Remove a deleted entry from the table."""
         with self._lock:

@@ -33,6 +33,7 @@ from ragblend.engine.store.format.kv import (
     dequantized,
     load_into_memory,
 )
+from ragblend.engine.store.memory import READ_AGAIN_SHARE
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -59,37 +60,45 @@ def disk(tmp_path):
         max_size=40,
     ),
 )
-def test_memory_behaves_like_a_list_ordered_by_use(capacity, steps):
+def test_memory_behaves_like_two_lists_ordered_by_use(capacity, steps):
     kvs = [make_kv(seed, tokens=1 + seed % 3) for seed in range(6)]
     unit = make_kv(tokens=1).nbytes
     store, num_evicted = MemoryStore(capacity * unit), 0
-    model: list[int] = []  # least recently used first
+    put: list[int] = []  # not read since, least recently used first
+    read: list[int] = []
+
+    def nbytes(*numbers: int) -> int:
+        return sum(kvs[each].nbytes for each in numbers)
+
     for step, number in steps:
         kv = kvs[number]
-        held = number in model
+        held = number in put or number in read
         if step == "put":
-            left = [other for other in model if other != number]
-            while sum(kvs[other].nbytes for other in [*left, number]) > store.capacity_bytes and left:
-                left.pop(0)
+            before = {*put, *read} - {number}
             if kv.nbytes <= store.capacity_bytes:
+                put, read = ([each for each in some if each != number] for some in (put, read))
+                while nbytes(*put, *read, number) > store.capacity_bytes:
+                    (put or read).pop(0)
                 store.put(kv)
-                num_evicted += len(set(model) - {*left, number})
-                model = [*left, number]
+                num_evicted += len(before - {*put, *read})
+                put.append(number)
             else:
                 with pytest.raises(StoreFullError, match="memory tier holds"):
                     store.put(kv)
         elif step == "get":
             assert (store.get(kv.header.key) is not None) == held
             if held:
-                model.remove(number)
-                model.append(number)
+                put, read = ([each for each in some if each != number] for some in (put, read))
+                read.append(number)
+                while nbytes(*read) > READ_AGAIN_SHARE * store.capacity_bytes:
+                    put.append(read.pop(0))
         elif step == "delete":
             assert store.delete(kv.header.key) == held
-            model = [other for other in model if other != number]
+            put, read = ([each for each in some if each != number] for some in (put, read))
         else:
             assert store.contains(kv.header.key) == held
-        assert list(store.keys()) == [kvs[other].header.key for other in model]
-        assert store.nbytes() == sum(kvs[other].nbytes for other in model) <= store.capacity_bytes
+        assert list(store.keys()) == [kvs[other].header.key for other in (*put, *read)]
+        assert store.nbytes() == nbytes(*put, *read) <= store.capacity_bytes
     assert store.counters.num_evicted == num_evicted
 
 
