@@ -64,41 +64,48 @@ def test_memory_behaves_like_two_lists_ordered_by_use(capacity, steps):
     kvs = [make_kv(seed, tokens=1 + seed % 3) for seed in range(6)]
     unit = make_kv(tokens=1).nbytes
     store, num_evicted = MemoryStore(capacity * unit), 0
-    put: list[int] = []  # not read since, least recently used first
-    read: list[int] = []
+    new, again, evicted = list[int](), list[int](), list[int]()  # least recently used first
 
     def nbytes(*numbers: int) -> int:
         return sum(kvs[each].nbytes for each in numbers)
 
+    def leave(number: int) -> bool:
+        left = [some.remove(number) for some in (new, again) if number in some]
+        return bool(left)
+
+    def read_again(number: int) -> None:
+        leave(number)
+        again.append(number)
+        while nbytes(*again) > READ_AGAIN_SHARE * store.capacity_bytes:
+            new.append(again.pop(0))
+
     for step, number in steps:
         kv = kvs[number]
-        held = number in put or number in read
-        if step == "put":
-            before = {*put, *read} - {number}
-            if kv.nbytes <= store.capacity_bytes:
-                put, read = ([each for each in some if each != number] for some in (put, read))
-                while nbytes(*put, *read, number) > store.capacity_bytes:
-                    (put or read).pop(0)
+        if step == "put" and kv.nbytes > store.capacity_bytes:
+            with pytest.raises(StoreFullError, match="memory tier holds"):
                 store.put(kv)
-                num_evicted += len(before - {*put, *read})
-                put.append(number)
-            else:
-                with pytest.raises(StoreFullError, match="memory tier holds"):
-                    store.put(kv)
+        elif step == "put":
+            leave(number)
+            while nbytes(*new, *again, number) > store.capacity_bytes:
+                evicted.append((new or again).pop(0))
+                num_evicted += 1
+                evicted = evicted[-len(new + again) :] if new or again else []
+            store.put(kv)
+            new.append(number)
+            if number in evicted:
+                evicted.remove(number)
+                read_again(number)
         elif step == "get":
-            assert (store.get(kv.header.key) is not None) == held
-            if held:
-                put, read = ([each for each in some if each != number] for some in (put, read))
-                read.append(number)
-                while nbytes(*read) > READ_AGAIN_SHARE * store.capacity_bytes:
-                    put.append(read.pop(0))
+            contained = number in new + again
+            assert (store.get(kv.header.key) is not None) == contained
+            if contained:
+                read_again(number)
         elif step == "delete":
-            assert store.delete(kv.header.key) == held
-            put, read = ([each for each in some if each != number] for some in (put, read))
+            assert store.delete(kv.header.key) == leave(number)
         else:
-            assert store.contains(kv.header.key) == held
-        assert list(store.keys()) == [kvs[other].header.key for other in (*put, *read)]
-        assert store.nbytes() == nbytes(*put, *read) <= store.capacity_bytes
+            assert store.contains(kv.header.key) == (number in new + again)
+        assert list(store.keys()) == [kvs[other].header.key for other in (*new, *again)]
+        assert store.nbytes() == nbytes(*new, *again) <= store.capacity_bytes
     assert store.counters.num_evicted == num_evicted
 
 
