@@ -27,9 +27,9 @@ from ragblend.errors import StoreFullError, UsageError
 
 log = logging.getLogger(__name__)
 
-READ_AGAIN_SHARE = 0.8
-"""Largest share of the capacity for entries that were read here. New ones need the rest, or none would be read again
-before it is evicted (segmented LRU: Karedla, Love, Wherry, IEEE Computer 1994)."""
+READ_AGAIN_SHARE = 0.5
+"""Largest share of the capacity for entries that were read again. The rest is for new ones: if it were small, none of
+the chunks of a long prompt would stay until the next turn of a conversation."""
 
 
 class _MemoryEntry(NamedTuple):
@@ -42,9 +42,10 @@ class _MemoryEntry(NamedTuple):
 class MemoryStore(KVStore):
     """KVStore in memory. Its tensors take at most `capacity_bytes`. Thread-safe.
 
-    `put` evicts the least recently used entries. Those that `get` has returned since they were put are evicted after
-    all others, as long as they take at most READ_AGAIN_SHARE of the capacity. So entries that are read often stay while
-    the entries of an ingestion, or many that are read once, pass through the rest.
+    `put` evicts the least recently used entries. Entries that were read again are evicted after all others, as long as
+    they take at most READ_AGAIN_SHARE of the capacity: `get` has returned them, or they are put again soon after their
+    eviction. So entries that are read often stay while those of an ingestion, or many that are read once, pass through
+    the rest (2Q: Johnson, Shasha, VLDB 1994).
 
     A smaller `capacity_bytes`, set later, takes effect at the next `put`.
 
@@ -69,6 +70,7 @@ class MemoryStore(KVStore):
         self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()
         self._read_again: OrderedDict[str, _MemoryEntry] = OrderedDict()
         self._read_again_bytes = 0
+        self._evicted: OrderedDict[str, None] = OrderedDict()  # the latest, at most as many as there are entries
         self._lock = threading.Lock()
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
@@ -84,7 +86,7 @@ class MemoryStore(KVStore):
                 problem = "a caller wrote into its tensors, which are read-only; it is dropped"
                 self._drop(key)
             else:
-                self._record_read(key, entry)
+                self._record_read_again(key, entry)
                 self._count(num_hits=1)
                 return entry.kv
             self._count(num_misses=1, num_damaged=1)
@@ -107,10 +109,12 @@ class MemoryStore(KVStore):
         with self._lock:
             self._drop(memory_kv.header.key)
             while self._used_bytes + memory_kv.nbytes > self.capacity_bytes:
-                self._drop(next(iter(self._entries or self._read_again)))
-                self._count(num_evicted=1)
-            self._entries[memory_kv.header.key] = _MemoryEntry(memory_kv, tensor_write_counts(memory_kv.layers))
+                self._evict(next(iter(self._entries or self._read_again)))
+            entry = _MemoryEntry(memory_kv, tensor_write_counts(memory_kv.layers))
+            self._entries[memory_kv.header.key] = entry
             self._used_bytes += memory_kv.nbytes
+            if memory_kv.header.key in self._evicted:
+                self._record_read_again(memory_kv.header.key, entry)
             self._count(num_puts=1)
             assert self._used_bytes <= self.capacity_bytes
 
@@ -156,7 +160,15 @@ class MemoryStore(KVStore):
                 )
         return tuple(map(_own, layers))
 
-    def _record_read(self, key: str, entry: _MemoryEntry) -> None:
+    def _evict(self, key: str) -> None:
+        self._drop(key)
+        self._count(num_evicted=1)
+        self._evicted[key] = None
+        while len(self._evicted) > len(self._entries) + len(self._read_again):
+            self._evicted.popitem(last=False)
+
+    def _record_read_again(self, key: str, entry: _MemoryEntry) -> None:
+        self._evicted.pop(key, None)
         if self._entries.pop(key, None) is not None:
             self._read_again_bytes += entry.kv.nbytes
         self._read_again[key] = entry
