@@ -146,6 +146,26 @@ def test_a_router_learns_how_many_tokens_each_tier_has(served):
     assert lookup(GLOBEX, **text, kv_transfer_params={"ragblend": {"namespace": "acme"}})["error"]["code"] == 403
 
 
+def test_prefetch_loads_chunks_of_its_namespace_into_memory(served):
+    def in_memory(key: str = ACME, query: str = "") -> int:
+        body = {"model": "demo", "prompt": f"{A}\n\n{B}"}
+        return int(served.call("POST", f"/v1/ragblend/lookup{query}", body, key).json()["tokens"]["memory"])
+
+    counts = served.wait(served.send({"id": "a", "chunks": [A, B]}))
+    served.server.stop()
+    served.start()  # its memory is empty
+    for key in (GLOBEX, ACME):
+        assert in_memory(key, "?prefetch=true") == 0
+        if key == GLOBEX:
+            assert in_memory() == 0
+    wait_until(lambda: in_memory() > 0.9 * counts["num_tokens"], 60, "A and B are in memory")
+    served.server.stop()
+    served.start()
+    with load_engine("demo", backend=served.url, api_key=ASKER, on_miss="inline") as client:
+        client.prefetch([A, B])
+        wait_until(lambda: in_memory() > 0.9 * counts["num_tokens"], 60, "A and B are in memory")
+
+
 def test_lines_long_texts_and_what_has_not_changed(served):
     lines = b"\n".join(
         json.dumps({"id": f"{n}", "text": f"{n}. {A} {B}" * 12, "chunk_size": 64}).encode() for n in range(4)

@@ -671,6 +671,22 @@ def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, t
     second.close()
 
 
+def test_waiting_requests_that_share_chunks_read_each_chunk_once(tiny_engine, tmp_path):
+    chunks = ["the first chunk of the theory", "another chunk: that is the question", "a third chunk is here"]
+    list(tiny_engine(store=DiskStore(tmp_path / "kv", fsync=False)).precompute_all(chunks))
+    disk, hits = DiskStore(tmp_path / "kv", fsync=False), list[int]()
+    engine = tiny_engine(store=TieredStore(MemoryStore(1 << 26), disk))
+
+    def ask(number: int) -> None:
+        order = chunks[number % 3 :] + chunks[: number % 3]
+        hits.append(engine.generate(Prompt(order, "what is that?"), max_tokens=2).report.num_chunk_hits)
+
+    run_threads(6, ask)
+    assert hits == [3] * 6
+    assert disk.counters.num_hits == 3
+    engine.close()
+
+
 # --- sizes ---
 
 
