@@ -485,14 +485,15 @@ class VllmClient(EngineBase):
     def prefetch(self, chunks: Sequence[Part]) -> None:
         """Let the server load the chunks of a later request into its workers' memory, in the background.
 
-        Returns at once. Chunks that the server does not find in one prompt of these chunks stay where they are.
+        Returns at once.
         """
-        query = urlencode({"prefetch": "true", **self._namespace_query})
-        body = {"model": self.facts.model, "prompt": "\n\n".join(as_chunk(chunk).text for chunk in chunks)}
+        # With a question, because a chunk at the end of a prompt is computed, not matched.
+        prompt, options = Prompt([as_chunk(chunk) for chunk in chunks], "?"), GenerationOptions()
 
         def send() -> None:
             try:
-                self.connection.request_json("POST", f"/v1/ragblend/lookup?{query}", body)
+                path = "/v1/ragblend/lookup?prefetch=true"
+                self.connection.request_json("POST", path, self.request_body(prompt, options))
             except RagblendError as error:  # the request then reads them itself
                 log.debug("nothing was prefetched: %s", error)
 
@@ -578,12 +579,8 @@ class VllmClient(EngineBase):
             if not (after := page["next"]):
                 return
 
-    @property
-    def _namespace_query(self) -> dict[str, str]:
-        return {"namespace": self.namespace} if self.namespace else {}
-
     def _documents_path(self, document: str = "", **query: str) -> str:
-        parameters = {**query, **self._namespace_query}
+        parameters = {**query, **({"namespace": self.namespace} if self.namespace else {})}
         place = "/v1/ragblend/documents" + (f"/{document}" if document else "")
         return place + (f"?{urlencode(parameters)}" if parameters else "")
 
