@@ -120,8 +120,7 @@ async def _prefetch(call_workers: CallWorkers, keys: Sequence[Sequence[str]], st
     """Load the best stored variant of each chunk into the workers' memory. `keys`: of each chunk, the best first."""
     anywhere = set().union(*stored.values())
     best = [next(filter(anywhere.__contains__, each), None) for each in keys]
-    wanted = dict.fromkeys(key for key in best if key is not None and key not in stored["memory"])
-    await _ask_workers(call_workers, "ragblend_prefetch", list(wanted))
+    await _ask_workers(call_workers, "ragblend_prefetch", [key for key in dict.fromkeys(best) if key is not None])
 
 
 async def _ask_workers(call_workers: CallWorkers, method: str, keys: Sequence[str]) -> list[Any]:
