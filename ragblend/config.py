@@ -8,6 +8,7 @@ and validated when they are created.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ragblend.errors import UsageError
+from ragblend.files.directory import Directory
 from ragblend.files.places import expand_user_path
 from ragblend.files.reading import read_text
 from ragblend.files.store_folder import DEFAULT_STORE
@@ -176,6 +178,29 @@ def user_folder() -> Path:
     """Return the folder of the user's own configuration: `$XDG_CONFIG_HOME/ragblend`, else `~/.config/ragblend`."""
     named, home = Path(os.environ.get("XDG_CONFIG_HOME", "")), os.path.expanduser("~")  # noqa: PTH111 (Path's raises)
     return (named if named.is_absolute() else Path("/", home, ".config")) / "ragblend"  # never below the working folder
+
+
+def write_user_setting(name: str, value: str) -> Path:
+    """Write a setting into the user's own file, whose other lines stay as they are. Return the file's path.
+
+    Raises UsageError if the file is not valid, StoreNotWritableError or StoreFullError if it cannot be written.
+    """
+    path = (user_folder() / USER_FILE).resolve()  # the file may be a link to another folder
+    settings = _read_settings_file(path)
+    text = read_text(path, "settings", "repair the file, or move it away") if path.exists() else ""
+    line = f"{name} = {json.dumps(value, ensure_ascii=False)}"  # also a string in TOML
+    if name in settings:
+        text = re.sub(rf"(?m)^\s*{name}\s*=.*$", lambda _: line, text)
+    else:
+        text += ("" if text.endswith("\n") or not text else "\n") + line + "\n"
+    try:
+        is_written = {**settings, name: value} == tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        is_written = False
+    if not is_written:
+        raise UsageError(f"{path} has {name} in a form that is not changed here; write this line into it: {line}")
+    Directory(path.parent, fsync=True).write(path, text.encode())
+    return path
 
 
 def _trusted_settings(file_settings: Mapping[str, Any], folder: Path, trusted: Mapping[str, Any]) -> dict[str, Any]:

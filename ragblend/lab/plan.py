@@ -15,6 +15,7 @@ from typing import Any
 
 from ragblend.engine.fusion.rules import DEFAULT_RATIO
 from ragblend.engine.store.format.sizes import parse_bytes
+from ragblend.engine.store.remote.tier import open_remote
 from ragblend.engine.tuning.loading_controller import (
     SLIGHT,
     MachineProfile,
@@ -29,12 +30,13 @@ from ragblend.lab.hardware import READ_BYTES_PER_S, Hardware
 from ragblend.lab.model_sizes import KV_DTYPES, ModelSizes
 from ragblend.option_fields import default_of
 from ragblend.options import TierOptions
+from ragblend.redaction import has_secret, redact_url
 
 GB = 10**9  # the unit in which devices are sold
 
 
 REMOTE = ("remote", "redis", "rediss", "s3", "gs", "az")
-"""Names of storages that are remote tiers. A chunk of a remote tier arrives whole, before its first layer is used."""
+"""Names of storages that are remote tiers. In vLLM their chunks arrive whole, before the first layer is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +155,12 @@ def blended_s(profile: MachineProfile, storage: Storage | None, prompt: PromptSp
     if storage is None:
         return recompute_s
     load_s = profile.load_s(storage.bytes_per_s, prompt.num_chunk_tokens)
-    waits = prompt.probes_before_selection or storage.name in REMOTE
-    return storage.latency_s + profile.blend_s(load_s, recompute_s, waits)
+    return storage.latency_s + profile.blend_s(load_s, recompute_s, _waits_for_loading(profile, storage, prompt))
+
+
+def _waits_for_loading(profile: MachineProfile, storage: Storage, prompt: PromptSpec) -> bool:
+    """Return True if most KV from the storage is loaded before recompute starts, so that recompute hides little."""
+    return prompt.probes_before_selection or (storage.name in REMOTE and profile.hardware.get("engine") == "vllm")
 
 
 def pays_from_tokens(
@@ -186,7 +192,7 @@ def estimate_storage(profile: MachineProfile, storage: Storage, prompt: PromptSp
     load_s = storage.latency_s + profile.load_s(storage.bytes_per_s, prompt.num_chunk_tokens)
     recompute_s = profile.prompt_compute_s(prompt.ratio, prompt.num_tokens, prompt.num_chunk_tokens)
     saved_s = full_s - blended_s(profile, storage, prompt)
-    waits = prompt.probes_before_selection or storage.name in REMOTE
+    waits = _waits_for_loading(profile, storage, prompt)
     chunk_gb = prompt.chunk_tokens * profile.bytes_per_token / GB
     saved_per_chunk_s = saved_s / prompt.num_chunks
     pays = saved_s > 0
@@ -266,6 +272,38 @@ _STORAGE_FORM = (
     "write NAME:GB_PER_S:USD_PER_GB_MONTH:LATENCY_MS, such as ssd:2.5:0.08, disk::0.08 for the speed that was "
     "measured, or the name alone of nvme, redis or s3"
 )
+
+
+def parse_places(texts: Sequence[str], names: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return by storage the setting of TierOptions that puts its KV there, and the setting's value.
+
+    `texts`: NAME=PLACE, a folder or the URL of a remote tier, for each of the storages `names`. Raises UsageError for
+    another form, a storage without a place, and a URL with a password.
+
+    >>> parse_places(["nvme=/mnt/kv", "hdd=file:///slow/kv"], ["hdd", "nvme"])
+    {'nvme': ('kv_dir', '/mnt/kv'), 'hdd': ('remote', 'file:///slow/kv')}
+    """
+    places = dict[str, tuple[str, str]]()
+    for text in texts:
+        name, _, place = text.partition("=")
+        if not place or name not in names or name in places:
+            raise UsageError(
+                f"--place {redact_url(text)!r} is not the place of a storage; write NAME=FOLDER or NAME=URL, once for "
+                f"each of {', '.join(names)}"
+            )
+        if has_secret(place):
+            raise UsageError(
+                f"the URL of {name} has a password, which is not written to a file; leave it out here, and set the "
+                "whole URL as RAGBLEND_REMOTE"
+            )
+        if "://" in place:
+            open_remote(place).close()
+            places[name] = "remote", place
+        else:
+            places[name] = "kv_dir", str(expand_user_path(place, "--place").absolute())
+    if left := [name for name in names if name not in places]:
+        raise UsageError(f"{', '.join(left)} has no place; add --place {left[0]}=FOLDER or --place {left[0]}=URL")
+    return places
 
 
 # -- a corpus

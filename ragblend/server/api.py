@@ -113,9 +113,9 @@ def install_routes(app: Any) -> Readiness:
     respond = make_request_handler(served.config.message_for_clients)
     app.router.add_route("/v1/ragblend", facts, methods=["GET"])
     add_store_routes(app, served.store, respond)
-    keys_in_memory = partial(_call_all_workers, app.state.engine_client, "ragblend_keys_in_memory")
+    call_workers = partial(_call_all_workers, app.state.engine_client)
     most_tokens = app.state.vllm_config.model_config.max_model_len
-    add_lookup_route(app, served.store, lambda: served.chunk_lookup, keys_in_memory, respond, most_tokens)
+    add_lookup_route(app, served.store, lambda: served.chunk_lookup, call_workers, respond, most_tokens)
     end_ingestion = []
     try:
         end_ingestion.append(add_document_routes(app, served, respond).close)

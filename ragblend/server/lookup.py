@@ -2,6 +2,7 @@
 
     POST /v1/ragblend/lookup    the body of a chat completion or a completion with one prompt, as text or token ids
                                 -> {"num_tokens", "num_chunks", "tokens": {"memory", "disk", "remote"}}
+                                with ?prefetch=true, chunks that are not in memory are then loaded into it
 
 The prompt is tokenized by vLLM's own /tokenize, so that its ids are those of the request itself. The chunks are those
 of the namespace in which the request would find them. Depends on matching and the tiers, not on vLLM.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,15 +32,15 @@ from ragblend.server.routes import SALT_HEADER, Respond, request_namespace
 
 _REMOTE_S = 1.0  # longest wait for the remote tier, whose entries are not counted after it
 
-KeysInMemory = Callable[[Sequence[str]], Awaitable[Iterable[Sequence[str]]]]
-"""Returns those of the keys whose entries are in memory, for each worker of the engine."""
+CallWorkers = Callable[[str, Sequence[str]], Awaitable[Iterable[Any]]]
+"""Calls a method of BlendWorkerExtension with keys, on each worker of the engine. Returns all results."""
 
 
 def add_lookup_route(
     app: Any,
     store: TieredStore,
     find_chunks: Callable[[], ChunkLookup],
-    keys_in_memory: KeysInMemory,
+    call_workers: CallWorkers,
     respond: Respond,
     most_tokens: int,
 ) -> None:
@@ -61,8 +62,10 @@ def add_lookup_route(
                 raise UsageError(f"the prompt has {len(ids)} tokens, but the model reads at most {most_tokens}")
             candidates = await run_in_threadpool(lambda: find_chunks().candidate_keys(ids, namespace))
             keys = [*dict.fromkeys(key for _, each in candidates for key in each)]
-            tiers = await asyncio.gather(_in_memory(keys_in_memory, keys), run_in_threadpool(_in_stores, store, keys))
+            tiers = await asyncio.gather(_in_memory(call_workers, keys), run_in_threadpool(_in_stores, store, keys))
             stored = {"memory": tiers[0], **tiers[1]}
+            if request.query_params.get("prefetch") == "true":
+                await _prefetch(call_workers, [each for _, each in candidates], stored)
             counts = {
                 name: sum(run.num_tokens for run, each in candidates if not tier_keys.isdisjoint(each))
                 for name, tier_keys in stored.items()
@@ -109,11 +112,22 @@ async def _token_ids(request: Request, fields: dict[str, Any]) -> list[int]:
     return list(response.json()["tokens"])
 
 
-async def _in_memory(keys_in_memory: KeysInMemory, keys: Sequence[str]) -> set[str]:
+async def _in_memory(call_workers: CallWorkers, keys: Sequence[str]) -> set[str]:
+    return {key for some in await _ask_workers(call_workers, "ragblend_keys_in_memory", keys) for key in some}
+
+
+async def _prefetch(call_workers: CallWorkers, keys: Sequence[Sequence[str]], stored: Mapping[str, set[str]]) -> None:
+    """Load the best stored variant of each chunk into the workers' memory. `keys`: of each chunk, the best first."""
+    anywhere = set().union(*stored.values())
+    best = [next(filter(anywhere.__contains__, each), None) for each in keys]
+    await _ask_workers(call_workers, "ragblend_prefetch", [key for key in dict.fromkeys(best) if key is not None])
+
+
+async def _ask_workers(call_workers: CallWorkers, method: str, keys: Sequence[str]) -> list[Any]:
     if not keys:
-        return set()
+        return []
     try:
-        return {key for held_keys in await keys_in_memory(keys) for key in held_keys}
+        return list(await call_workers(method, keys))
     except Exception as error:
         raise BackendUnreachableError(f"vLLM's workers do not say what is in memory: {error}") from error
 

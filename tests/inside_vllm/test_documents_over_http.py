@@ -146,6 +146,21 @@ def test_a_router_learns_how_many_tokens_each_tier_has(served):
     assert lookup(GLOBEX, **text, kv_transfer_params={"ragblend": {"namespace": "acme"}})["error"]["code"] == 403
 
 
+def test_prefetch_loads_chunks_of_its_namespace_into_memory(served):
+    def in_memory(key: str = ACME, query: str = "") -> int:
+        text = f"<s><doc> {A} <doc> {B}<q> {QUESTION}<a>"
+        body = {"model": "demo", "prompt": text, "add_special_tokens": False}
+        return int(served.call("POST", f"/v1/ragblend/lookup{query}", body, key).json()["tokens"]["memory"])
+
+    counts = served.wait(served.send({"id": "a", "chunks": [A, B]}))
+    served.server.stop()
+    served.start()  # its memory is empty
+    assert in_memory(GLOBEX, "?prefetch=true") == in_memory() == 0
+    with load_engine("demo", backend=served.url, api_key=ASKER, on_miss="inline") as client:
+        client.prefetch([A, B])
+        wait_until(lambda: in_memory() == counts["num_tokens"], 120, "A and B are in memory")
+
+
 def test_lines_long_texts_and_what_has_not_changed(served):
     lines = b"\n".join(
         json.dumps({"id": f"{n}", "text": f"{n}. {A} {B}" * 12, "chunk_size": 64}).encode() for n in range(4)

@@ -31,12 +31,13 @@ class Site:
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], str]] = []
+        self.prefetched: list[str] = []
         app = FastAPI()
         remote = SimpleNamespace(contains_many=lambda keys, until_s: [key in IN_REMOTE for key in keys])
         disk = SimpleNamespace(contains=ON_DISK.__contains__)
         store: Any = SimpleNamespace(find_tier=lambda _: disk, find_tiers=lambda _: [remote])
         chunks: Any = SimpleNamespace(candidate_keys=self.candidate_keys)
-        add_lookup_route(app, store, lambda: chunks, self.keys_in_memory, make_request_handler(str), 100)
+        add_lookup_route(app, store, lambda: chunks, self.call_workers, make_request_handler(str), 100)
 
         @app.post("/tokenize")
         async def tokenize(request: Request) -> dict[str, Any]:
@@ -50,9 +51,13 @@ class Site:
         self.asked.append((ids, namespace))
         return FOUND if ids else []
 
-    async def keys_in_memory(self, keys: Any) -> list[list[str]]:
+    async def call_workers(self, method: str, keys: Any) -> list[Any]:
         if "fail" in self.asked[-1][1]:
             raise TimeoutError("no answer")
+        if method == "ragblend_prefetch":
+            self.prefetched += keys
+            return [None, None]
+        assert method == "ragblend_keys_in_memory"
         return [[key for key in keys if key in IN_MEMORY], []]
 
 
@@ -81,6 +86,12 @@ def test_tokens_are_counted_by_tier(site, body, query, ids, namespace):
         "tokens": {"memory": 10, "disk": 30, "remote": 70},
     }
     assert site.asked == [(ids, namespace)]
+
+
+def test_prefetch_loads_the_best_stored_variant_of_each_chunk(site):
+    answers = [site.http.post(PATH + query, json={"prompt": [5]}).json() for query in ("?prefetch=true", "")]
+    assert answers[0] == answers[1]
+    assert site.prefetched == ["neutral-a", "b", "neutral-c"]
 
 
 @pytest.mark.parametrize(

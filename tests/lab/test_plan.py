@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import CommandRunner
+from commands import INGEST, PLACE, CommandRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import FAMILIES, make_model
@@ -18,10 +18,13 @@ from transformers import LlamaConfig
 
 from benchmarks.hardware_model import LLAMA_8B
 from ragblend import load_engine
+from ragblend.config import load_settings, write_user_setting
 from ragblend.demo import WEIGHTS
+from ragblend.demo.corpus import sample_corpus
 from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.errors import UsageError
 from ragblend.lab.bench.common.shapes import find_shape
 from ragblend.lab.hardware import GPUS, Hardware, blend_s, cpu, full_prefill_s, predict_profiles
 from ragblend.lab.model_sizes import KV_DTYPES, ModelSizes, read_model_sizes
@@ -167,15 +170,21 @@ def test_blending_pays_from_the_shortest_prompt_that_is_faster(host_s, load_per_
     assert found == (min(faster) if faster else None)
 
 
-def test_a_remote_tiers_chunks_arrive_whole_and_after_its_latency():
+def test_a_remote_tiers_chunks_arrive_after_its_latency_in_vllm_whole():
     profile = MachineProfile("f", {}, 10, 1000, ((1000.0, 1.0), (4000.0, 4.0)))
     need = PromptSpec(2, 500, 0, 0.5)  # 1 s of full prefill, half of it recomputed; 1 MB
     local, far = Storage("disk", 2e6, 1), Storage("redis", 2e6, 1, 0.25)
-    options = {option["storage"]: option for option in plan(always(profile), [local, far], need)["options"]}
-    assert options["disk"]["ttft_s"] == pytest.approx(0.5 + 0.05)  # reading hides, all but one layer
-    assert options["redis"]["ttft_s"] == pytest.approx(0.25 + 0.5 + 0.5)
-    assert options["redis"]["load_s"] == pytest.approx(0.75)
-    assert options["redis"]["hidden_ratio"] == need.ratio
+
+    def options(profile: MachineProfile) -> dict[str, Any]:
+        return {option["storage"]: option for option in plan(always(profile), [local, far], need)["options"]}
+
+    found, in_vllm = options(profile), options(replace(profile, hardware={"engine": "vllm"}))
+    assert found["disk"]["ttft_s"] == pytest.approx(0.5 + 0.05)  # reading hides, all but one layer
+    assert found["redis"]["ttft_s"] == pytest.approx(0.25 + 0.5 + 0.05)
+    assert found["redis"]["load_s"] == pytest.approx(0.75)
+    assert in_vllm["disk"] == found["disk"]
+    assert in_vllm["redis"]["ttft_s"] == pytest.approx(0.25 + 0.5 + 0.5)
+    assert in_vllm["redis"]["hidden_ratio"] == need.ratio
 
 
 # -- the command
@@ -236,6 +245,16 @@ def test_a_cpu_a_size_alone_and_a_measured_profile(run, tmp_path):
         (("--model", "llama", "--gpu", "L4", "--profile", "machine.json"), 2, "give one of them"),
         (("--model", "llama", "--gpu", "L4", "--corpus", "much"), 2, "'much' is not a size"),
         (("--model", "llama", "--gpu", "L4", "--storage", "tape"), 2, "such as ssd:2.5:0.08"),
+        (("--model", "llama", "--place", "nvme=kv"), 2, "add --gpu NAME or --profile FILE"),
+        (("--model", "llama", "--gpu", "L4", "--place", "nvme"), 2, "write NAME=FOLDER or NAME=URL"),
+        (("--model", "llama", "--gpu", "L4", "--storage", "s3", "--place", "nvme=kv"), 2, "for each of s3"),
+        (
+            ("--model", "llama", "--gpu", "L4", "--storage", "s3", "--storage", "nvme", "--place", "nvme=kv"),
+            2,
+            "s3 has no place",
+        ),
+        (("--model", "llama", "--gpu", "L4", "--place", "s3=ftp://there"), 2, "ftp://there cannot be opened"),
+        (("--model", "llama", "--gpu", "L4", "--place", "redis=redis://:secret@there"), 2, "RAGBLEND_REMOTE"),
         (("--model", "none.json", "--gpu", "L4"), 3, "there is no config at none.json"),
         (("--model", "org/unknown", "--gpu", "L4"), 3, "save that file, and name it: --model config.json"),
     ],
@@ -245,3 +264,62 @@ def test_what_cannot_be_planned_is_said_with_the_next_thing_to_type(run, argumen
     found = run("plan", *arguments)
     assert found[0] == code
     assert said in found[2]
+
+
+# -- the chosen storage
+
+
+@pytest.fixture
+def placing(run, tmp_path, monkeypatch):
+    """Run `plan --place` with a profile in which recompute hides reads from `near`, and in which `far` is slower."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    profile = MachineProfile("f", {}, 32, 1 << 17, ((1000.0, 1.0),), bytes_per_s={"near": 5e9, "far": 1e6})
+    Path("machine.json").write_text(json.dumps(profile.as_dict()))
+
+    def place(near: str, far: str, far_speed: str = "") -> dict[str, Any]:
+        plan = ("plan", "--profile", "machine.json", "--rule", "cacheblend")
+        storages = ("--storage", "near::1", "--storage", f"far:{far_speed}:0.1")
+        return run.facts(*plan, *storages, "--place", f"near={near}", "--place", f"far={far}")
+
+    return place
+
+
+def entries(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.safetensors"))
+
+
+def test_placed_kv_is_where_the_plan_puts_it(run, placing, tmp_path):
+    far = (tmp_path / "far").as_uri()
+    facts = placing("near/kv", far)
+    file, near = tmp_path / "config/ragblend/config.toml", tmp_path / "near/kv"
+    assert facts["chosen"] == "near"
+    assert facts["placed"] == {"setting": "kv_dir", "value": str(near), "file": str(file), "overridden": False}
+    sample_corpus().first_records(4).write(tmp_path / "docs")
+    assert run(*INGEST, *PLACE)[0] == 0
+    assert (len(entries(near)), len(entries(tmp_path / "s"))) == (len(entries(tmp_path)), 0)
+    assert entries(near)
+    assert placing("near/kv", far, "5")["placed"]["setting"] == "remote"
+    assert run.facts("push", *PLACE)["num_sent"] == len(entries(near))
+
+
+def test_a_users_other_settings_are_kept(placing, tmp_path, monkeypatch):
+    file = tmp_path / "config/ragblend/config.toml"
+    file.parent.mkdir(parents=True)
+    file.write_text('# mine\nkv_dir = "/old"  # the old disk\nmax_tokens = 7')
+    placing("near", "/far")
+    assert file.read_text() == f'# mine\nkv_dir = "{tmp_path}/near"\nmax_tokens = 7'
+    placing("near", (tmp_path / "far").as_uri(), "5")
+    assert load_settings().remote == (tmp_path / "far").as_uri()
+    monkeypatch.setenv("RAGBLEND_KV_DIR", "/other")
+    assert placing("elsewhere", "/far")["placed"]["overridden"]
+    file.write_text('kv_dir = """\n/a"""')
+    with pytest.raises(UsageError, match="write this line into it: kv_dir = "):
+        write_user_setting("kv_dir", "/b")
+    assert file.read_text() == 'kv_dir = """\n/a"""'
+
+
+def test_no_storage_that_hides_writes_nothing(run, placing, tmp_path):
+    plan = ("plan", "--profile", "machine.json", "--rule", "cacheblend", "--storage", "far::1", "--place", "far=/far")
+    assert run.facts(*plan)["placed"] is None
+    assert "no setting was written" in run(*plan)[1]
+    assert not (tmp_path / "config").exists()

@@ -13,7 +13,7 @@ import typer
 from ragblend.cli.options import JsonOption, ThreadsOption, VllmOptions, json_object, with_settings
 from ragblend.cli.printing import print_result, progress_bars
 from ragblend.cli.session import open_engine, set_num_threads
-from ragblend.config import Settings
+from ragblend.config import Settings, load_settings, write_user_setting
 from ragblend.engine.store.format.sizes import format_bytes
 from ragblend.errors import UsageError
 from ragblend.lab.tables import Column, format_table
@@ -98,6 +98,15 @@ def plan(
             "redis and s3 need no numbers. Default: these three.",
         ),
     ] = None,
+    place: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--place",
+            metavar="NAME=PLACE",
+            help="Folder or remote tier's URL of a storage, repeatable. The chosen one becomes the user's kv_dir or "
+            "remote.",
+        ),
+    ] = None,
     chunks: Annotated[int, typer.Option("--num-chunks", help="Chunks per prompt.")] = 6,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of each chunk.")] = 512,
     recompute_ratio: Annotated[
@@ -112,7 +121,7 @@ def plan(
 
     With --gpu, the transformers engine's times are predicted from data sheets, and of the model only the config is
     read. With --profile they are measured ones. Prints the size of the store, the prompt length from which blending
-    pays, and the cheapest storage that adds no delay.
+    pays, and the cheapest storage that adds no delay. With --place, later commands and servers keep KV in that storage.
     """
     from ragblend.engine.fusion.rules import find_rule
     from ragblend.lab.hardware import find_hardware, predict_profiles
@@ -123,6 +132,7 @@ def plan(
         always,
         describe_store,
         limit_to_engine,
+        parse_places,
         parse_storage,
         read_profile,
     )
@@ -136,9 +146,9 @@ def plan(
     if settings.model is not None:
         is_gpu = hardware is None or hardware.is_gpu
         sizes = read_model_sizes(settings.model, settings.model_options, "cuda" if is_gpu else "cpu")
-    storages = [
-        parse_storage(text, measured.bytes_per_s if measured is not None else {}) for text in storage or STORAGES
-    ]
+    named = storage or [each.partition("=")[0] for each in place or ()] or STORAGES
+    storages = [parse_storage(text, measured.bytes_per_s if measured is not None else {}) for text in named]
+    places = parse_places(place, [each.name for each in storages]) if place else {}
     if measured is not None:
         num_layers = measured.num_layers
     elif sizes is not None:
@@ -167,7 +177,18 @@ def plan(
         storages = [limit_to_engine(each) for each in storages]
         facts |= make_plan(profile_at, storages, prompt, sizes.context_length, num_tokens)
         facts["predicted_for"] = hardware.name
+    if places:
+        if "options" not in facts:
+            raise UsageError("--place follows the plan's choice, which needs times: add --gpu NAME or --profile FILE")
+        facts["placed"] = _write_place(*places[facts["chosen"]]) if facts["chosen"] is not None else None
     print_result(facts, "\n".join(plan_lines(facts)), json_)
+
+
+def _write_place(setting: str, value: str) -> dict[str, Any]:
+    """Write the place of stored KV into the user's settings. Return what was written, as JSON values."""
+    path = write_user_setting(setting, value)
+    is_overridden = load_settings().tiers[setting] != value
+    return {"setting": setting, "value": value, "file": str(path), "overridden": is_overridden}
 
 
 def _open_to_measure(
@@ -197,7 +218,23 @@ def profile_lines(profile: MachineProfile) -> list[str]:
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     """Return the lines to print for a plan: sizes, what fits, and a table of the storages, cheapest first."""
     lines = [*_size_lines(plan), *_fit_lines(plan)]
-    return [*lines, "", *_time_lines(plan)] if "options" in plan else lines
+    return [*lines, "", *_time_lines(plan), *_place_lines(plan)] if "options" in plan else lines
+
+
+def _place_lines(plan: Mapping[str, Any]) -> list[str]:
+    if "placed" not in plan:
+        return []
+    if (placed := plan["placed"]) is None:
+        return ["no storage was chosen, so no setting was written"]
+    setting, value = placed["setting"], placed["value"]
+    fill = "ragblend push" if setting == "remote" else "ragblend ingest"
+    lines = [
+        f"{placed['file']} now sets {setting} = {value}: commands and ragblend serve use it from their next start, "
+        f"Python with {setting}={value!r}; {fill} stores there what is stored already"
+    ]
+    if placed["overridden"]:
+        lines.append(f"RAGBLEND_{setting.upper()} or ragblend.toml sets another {setting} here, which overrides it")
+    return lines
 
 
 def _size_lines(plan: Mapping[str, Any]) -> list[str]:

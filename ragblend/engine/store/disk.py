@@ -43,7 +43,7 @@ from ragblend.files.store_folder import DAMAGED_SUFFIX, ENTRY_SUFFIX, EVICTED_MA
 log = logging.getLogger(__name__)
 
 TOUCH_INTERVAL_S = 60.0  # last use is known to the minute, so a hot entry costs one utime a minute
-TOUCHES_KEPT = 1 << 16  # entries whose next check of the time on disk is cached, a few MB
+TOUCHES_KEPT = 1 << 16  # entries whose last use, and next check of the time on disk, are cached, a few MB
 
 
 class StoreEntry(NamedTuple):
@@ -114,6 +114,7 @@ class DiskStore(StoreMetadata, KVStore):
         self.on_delete: Callable[[Collection[str]], object] | None = None  # called after a tombstone's keys are deleted
         self._has_warned = False  # about an unsigned entry
         self._touch_due_s: dict[str, float] = {}  # when an entry's time on disk will be a minute old, since the epoch
+        self._touched_s: dict[str, float] = {}  # last use of an entry that a faster tier returned, since the epoch
         if not create and not self.root.is_dir():
             raise NotFoundError(f"no store at {named}; fill one with: ragblend ingest DOCS --store {named}")
         self._directory = Directory(self.root, fsync=fsync)
@@ -123,7 +124,9 @@ class DiskStore(StoreMetadata, KVStore):
         self._writer = (
             self._entries if is_apart else self._directory
         )  # a directory's group may read the files that it writes
-        self._evictor = DiskEvictor(self.kv_dir, capacity_bytes, evicted=lambda key: self._count(num_evicted=1))
+        self._evictor = DiskEvictor(
+            self.kv_dir, capacity_bytes, evicted=lambda key: self._count(num_evicted=1), touched_s=self._touched_s
+        )
 
     @property
     def folder(self) -> Path:
@@ -258,12 +261,14 @@ class DiskStore(StoreMetadata, KVStore):
                 yield StoreEntry(path.stem, stat.st_size, stat.st_mtime, header)
 
     def touch(self, key: str) -> None:
-        """Record a use of an entry that a faster tier returned, so that `gc` keeps it.
+        """Record a use of an entry that a faster tier returned, so that `put` and `gc` keep it.
 
         The last use is the file's modification time, accurate to a minute. It is read and set at most once in
         TOUCH_INTERVAL_S, because a request touches every chunk that it gets from the memory tier.
         """
-        now_s = time.time()
+        if len(self._touched_s) >= TOUCHES_KEPT:
+            self._touched_s.clear()
+        self._touched_s[key] = now_s = time.time()
         # A due time beyond an interval from now means that the clock was set back and the time on disk may be ahead.
         if not now_s < self._touch_due_s.get(key, 0.0) <= now_s + TOUCH_INTERVAL_S:
             with suppress(UsageError):

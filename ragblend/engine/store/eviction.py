@@ -20,7 +20,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -55,7 +55,8 @@ class DiskEvictor:
     """Evicts entries of the directory `root`, so that together they take at most `capacity` bytes.
 
     A table in memory has the size and last use of each known entry. With `capacity` None, nothing is evicted.
-    `evicted` is called with the key of each evicted entry. Safe to share between threads.
+    `evicted` is called with the key of each evicted entry. `touched_s`: times of uses that are not in the table and
+    perhaps not yet in a file's time, in seconds since the epoch. Safe to share between threads.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class DiskEvictor:
         capacity: Capacity,
         *,
         evicted: Callable[[str], None],
+        touched_s: Mapping[str, float],
     ) -> None:
         self._root, self._capacity = root, capacity
-        self._evicted = evicted
+        self._evicted, self._touched_s = evicted, touched_s
         self._held: OrderedDict[str, _TrackedEntry] = OrderedDict()  # least recently used first
         self._used_bytes = 0
         self._kept_bytes = 0  # the largest bytes held, less deleted ones: "auto" does not evict below it
@@ -234,7 +236,7 @@ class DiskEvictor:
         for key in leaving:
             path = self._root / key[:2] / f"{key}{ENTRY_SUFFIX}"
             try:
-                used_s = path.stat().st_mtime
+                used_s = max(path.stat().st_mtime, self._touched_s.get(key, 0.0))
             except FileNotFoundError:
                 self.record_delete(key)
                 self._rescan()

@@ -27,6 +27,10 @@ from ragblend.errors import StoreFullError, UsageError
 
 log = logging.getLogger(__name__)
 
+READ_AGAIN_SHARE = 0.5
+"""Largest share of the capacity for entries that were read again. The rest is for new ones: if it were small, none of
+the chunks of a long prompt would stay until the next turn of a conversation."""
+
 
 class _MemoryEntry(NamedTuple):
     """An entry in memory, and the write counts of its tensors when it was put."""
@@ -36,8 +40,12 @@ class _MemoryEntry(NamedTuple):
 
 
 class MemoryStore(KVStore):
-    """KVStore in memory. Its tensors take at most `capacity_bytes`; `put` evicts the least recently used entries.
-    Thread-safe.
+    """KVStore in memory. Its tensors take at most `capacity_bytes`. Thread-safe.
+
+    `put` evicts the least recently used entries. Entries that were read again are evicted after all others, as long as
+    they take at most READ_AGAIN_SHARE of the capacity: `get` has returned them, or they are put again soon after their
+    eviction. So entries that are read often stay while those of an ingestion, or many that are read once, pass through
+    the rest (2Q: Johnson, Shasha, VLDB 1994).
 
     A smaller `capacity_bytes`, set later, takes effect at the next `put`.
 
@@ -58,13 +66,17 @@ class MemoryStore(KVStore):
         self.capacity_bytes = capacity_bytes
         self.page_locked = False
         self._used_bytes = 0
-        self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()  # least recently used first
+        # Both have the least recently used entries first.
+        self._entries: OrderedDict[str, _MemoryEntry] = OrderedDict()
+        self._read_again: OrderedDict[str, _MemoryEntry] = OrderedDict()
+        self._read_again_bytes = 0
+        self._evicted: OrderedDict[str, None] = OrderedDict()  # the latest, at most as many as there are entries
         self._lock = threading.Lock()
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> MemoryKV | None:
         """Return the entry, which becomes the most recently used; None for a miss. Its tensors are read-only."""
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._entries.get(key) or self._read_again.get(key)
             if entry is None:
                 self._count(num_misses=1)
                 return None
@@ -74,7 +86,7 @@ class MemoryStore(KVStore):
                 problem = "a caller wrote into its tensors, which are read-only; it is dropped"
                 self._drop(key)
             else:
-                self._entries.move_to_end(key)
+                self._record_read_again(key, entry)
                 self._count(num_hits=1)
                 return entry.kv
             self._count(num_misses=1, num_damaged=1)
@@ -97,10 +109,12 @@ class MemoryStore(KVStore):
         with self._lock:
             self._drop(memory_kv.header.key)
             while self._used_bytes + memory_kv.nbytes > self.capacity_bytes:
-                self._drop(next(iter(self._entries)))
-                self._count(num_evicted=1)
-            self._entries[memory_kv.header.key] = _MemoryEntry(memory_kv, tensor_write_counts(memory_kv.layers))
+                self._evict(next(iter(self._entries or self._read_again)))
+            entry = _MemoryEntry(memory_kv, tensor_write_counts(memory_kv.layers))
+            self._entries[memory_kv.header.key] = entry
             self._used_bytes += memory_kv.nbytes
+            if memory_kv.header.key in self._evicted:
+                self._record_read_again(memory_kv.header.key, entry)
             self._count(num_puts=1)
             assert self._used_bytes <= self.capacity_bytes
 
@@ -111,7 +125,7 @@ class MemoryStore(KVStore):
     def contains(self, key: str) -> bool:
         """Return True if the store has the entry. Does not count as a use."""
         with self._lock:
-            return key in self._entries
+            return key in self._entries or key in self._read_again
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return True if there was one."""
@@ -119,14 +133,14 @@ class MemoryStore(KVStore):
             return self._drop(key)
 
     def keys(self) -> Iterator[str]:
-        """Return the keys of all entries, the least recently used first."""
+        """Return the keys of all entries, in the order in which they would be evicted."""
         with self._lock:
-            return iter(tuple(self._entries))
+            return iter((*self._entries, *self._read_again))
 
     def headers(self) -> Iterator[KVHeader]:
         """Return the headers of all entries. Does not count as hits, misses or uses."""
         with self._lock:
-            return iter([entry.kv.header for entry in self._entries.values()])
+            return iter([entry.kv.header for entry in (*self._entries.values(), *self._read_again.values())])
 
     def nbytes(self) -> int:
         """Return the size in bytes of all entries' tensors, never more than `capacity_bytes`."""
@@ -146,8 +160,28 @@ class MemoryStore(KVStore):
                 )
         return tuple(map(_own, layers))
 
+    def _evict(self, key: str) -> None:
+        self._drop(key)
+        self._count(num_evicted=1)
+        self._evicted[key] = None
+        while len(self._evicted) > len(self._entries) + len(self._read_again):
+            self._evicted.popitem(last=False)
+
+    def _record_read_again(self, key: str, entry: _MemoryEntry) -> None:
+        self._evicted.pop(key, None)
+        if self._entries.pop(key, None) is not None:
+            self._read_again_bytes += entry.kv.nbytes
+        self._read_again[key] = entry
+        self._read_again.move_to_end(key)
+        while self._read_again_bytes > READ_AGAIN_SHARE * self.capacity_bytes:
+            oldest, other = self._read_again.popitem(last=False)
+            self._read_again_bytes -= other.kv.nbytes
+            self._entries[oldest] = other
+
     def _drop(self, key: str) -> bool:
         entry = self._entries.pop(key, None)
+        if entry is None and (entry := self._read_again.pop(key, None)) is not None:
+            self._read_again_bytes -= entry.kv.nbytes
         self._used_bytes -= entry.kv.nbytes if entry is not None else 0
         return entry is not None
 

@@ -170,7 +170,7 @@ class VllmEngineBase(LocalEngine):
                 pool.shutdown(wait=False, cancel_futures=True)
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing: only an engine that can call vLLM's workers, VllmEngine, loads KV before a request."""
+        """Do nothing. Engines that can call vLLM's workers load KV before a request: VllmEngine, VllmClient."""
 
     def precompute_ids(self, token_ids: tuple[int, ...], context: ContextPolicy = "none") -> int:
         """Prefill and store a variant of a chunk that is given as token ids.

@@ -483,7 +483,23 @@ class VllmClient(EngineBase):
         return self.remove_documents(CHUNK_COLLECTION, [text_id(as_chunk(chunk).text)]) > 0
 
     def prefetch(self, chunks: Sequence[Part]) -> None:
-        """Do nothing, because the server reads its store only for requests."""
+        """Let the server load the chunks of a later request into its workers' memory, in the background.
+
+        Returns at once.
+        """
+        # With a question, because a chunk at the end of a prompt is computed, not matched.
+        prompt, options = Prompt([as_chunk(chunk) for chunk in chunks], "?"), GenerationOptions()
+
+        def send() -> None:
+            try:
+                path = "/v1/ragblend/lookup?prefetch=true"
+                self.connection.request_json("POST", path, self.request_body(prompt, options))
+            except RagblendError as error:  # the request then reads them itself
+                log.debug("nothing was prefetched: %s", error)
+
+        if chunks and self.blends:
+            with suppress(RuntimeError):  # the engine is closed, or the interpreter exits
+                self._worker.submit(send)
 
     def add_known_chunks(self, chunks: Iterable[Part]) -> None:
         """Do nothing, because the server matches prompts with the chunks in its own ledger."""

@@ -1,4 +1,4 @@
-"""Number of tokens that requests find in a store of a given capacity with LRU eviction, as ragblend's stores have.
+"""Number of tokens that requests find in a store of a given capacity with LRU eviction, as ragblend's disk tier has.
 
 `count_chunk_uses` cuts repeated passages into chunks and lists the uses of each. `lru_hit_tokens` counts the tokens
 that a store finds. Sizes and capacities are in tokens, which all have the same bytes of KV.

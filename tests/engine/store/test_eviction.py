@@ -246,7 +246,7 @@ def test_threads_that_write_at_once_stay_within_the_budget(tmp_path):
 
 
 def test_two_writing_threads_never_reserve_the_same_space(tmp_path):
-    evictor = DiskEvictor(tmp_path, 1000, evicted=lambda key: None)
+    evictor = DiskEvictor(tmp_path, 1000, evicted=lambda key: None, touched_s={})
     has_room = threading.Event()
 
     def write_second() -> None:

@@ -33,6 +33,7 @@ from ragblend.engine.store.format.kv import (
     dequantized,
     load_into_memory,
 )
+from ragblend.engine.store.memory import READ_AGAIN_SHARE
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.remote import tier as remote
 from ragblend.engine.store.remote.tier import RemoteStore
@@ -59,37 +60,52 @@ def disk(tmp_path):
         max_size=40,
     ),
 )
-def test_memory_behaves_like_a_list_ordered_by_use(capacity, steps):
+def test_memory_behaves_like_two_lists_ordered_by_use(capacity, steps):
     kvs = [make_kv(seed, tokens=1 + seed % 3) for seed in range(6)]
     unit = make_kv(tokens=1).nbytes
     store, num_evicted = MemoryStore(capacity * unit), 0
-    model: list[int] = []  # least recently used first
+    new, again, evicted = list[int](), list[int](), list[int]()  # least recently used first
+
+    def nbytes(*numbers: int) -> int:
+        return sum(kvs[each].nbytes for each in numbers)
+
+    def leave(number: int) -> bool:
+        left = [some.remove(number) for some in (new, again) if number in some]
+        return bool(left)
+
+    def read_again(number: int) -> None:
+        leave(number)
+        again.append(number)
+        while nbytes(*again) > READ_AGAIN_SHARE * store.capacity_bytes:
+            new.append(again.pop(0))
+
     for step, number in steps:
         kv = kvs[number]
-        held = number in model
-        if step == "put":
-            left = [other for other in model if other != number]
-            while sum(kvs[other].nbytes for other in [*left, number]) > store.capacity_bytes and left:
-                left.pop(0)
-            if kv.nbytes <= store.capacity_bytes:
+        if step == "put" and kv.nbytes > store.capacity_bytes:
+            with pytest.raises(StoreFullError, match="memory tier holds"):
                 store.put(kv)
-                num_evicted += len(set(model) - {*left, number})
-                model = [*left, number]
-            else:
-                with pytest.raises(StoreFullError, match="memory tier holds"):
-                    store.put(kv)
+        elif step == "put":
+            leave(number)
+            while nbytes(*new, *again, number) > store.capacity_bytes:
+                evicted.append((new or again).pop(0))
+                num_evicted += 1
+                evicted = evicted[-len(new + again) :] if new or again else []
+            store.put(kv)
+            new.append(number)
+            if number in evicted:
+                evicted.remove(number)
+                read_again(number)
         elif step == "get":
-            assert (store.get(kv.header.key) is not None) == held
-            if held:
-                model.remove(number)
-                model.append(number)
+            contained = number in new + again
+            assert (store.get(kv.header.key) is not None) == contained
+            if contained:
+                read_again(number)
         elif step == "delete":
-            assert store.delete(kv.header.key) == held
-            model = [other for other in model if other != number]
+            assert store.delete(kv.header.key) == leave(number)
         else:
-            assert store.contains(kv.header.key) == held
-        assert list(store.keys()) == [kvs[other].header.key for other in model]
-        assert store.nbytes() == sum(kvs[other].nbytes for other in model) <= store.capacity_bytes
+            assert store.contains(kv.header.key) == (number in new + again)
+        assert list(store.keys()) == [kvs[other].header.key for other in (*new, *again)]
+        assert store.nbytes() == nbytes(*new, *again) <= store.capacity_bytes
     assert store.counters.num_evicted == num_evicted
 
 
@@ -653,6 +669,22 @@ def test_answers_from_a_remote_tier_are_those_of_the_full_prefill(tiny_engine, t
     again = second.prefill(request)
     torch.testing.assert_close(again.logits, full.logits, atol=1e-4, rtol=0)
     second.close()
+
+
+def test_waiting_requests_that_share_chunks_read_each_chunk_once(tiny_engine, tmp_path):
+    chunks = ["the first chunk of the theory", "another chunk: that is the question", "a third chunk is here"]
+    list(tiny_engine(store=DiskStore(tmp_path / "kv", fsync=False)).precompute_all(chunks))
+    disk, hits = DiskStore(tmp_path / "kv", fsync=False), list[int]()
+    engine = tiny_engine(store=TieredStore(MemoryStore(1 << 26), disk))
+
+    def ask(number: int) -> None:
+        order = chunks[number % 3 :] + chunks[: number % 3]
+        hits.append(engine.generate(Prompt(order, "what is that?"), max_tokens=2).report.num_chunk_hits)
+
+    run_threads(6, ask)
+    assert hits == [3] * 6
+    assert disk.counters.num_hits == 3
+    engine.close()
 
 
 # --- sizes ---
