@@ -130,7 +130,7 @@ def test_redis_restarts_under_load_cause_no_wrong_answer_and_no_local_miss(redis
 def test_entries_stored_during_a_redis_outage_are_uploaded_after_it(redis_server, tmp_path, counted):
     """30 chunks over 3 (full: 20) outages, the first of each written into a dead server, room in the queue for two."""
     kvs = [make_kv(seed, tokens=50) for seed in range(30)]
-    far = RemoteStore(RedisValues(redis_server.url, 1.0), queue_bytes=2 * kvs[0].nbytes)
+    far = RemoteStore(RedisValues(redis_server.url, 1.0), queue_bytes=2 * kvs[0].nbytes, breaker=quick_breaker())
     store = TieredStore(MemoryStore(4 * kvs[0].nbytes), DiskStore(tmp_path / "kv", fsync=False), far)
     for number in range(NUM_KILLS):
         redis_server.kill()
