@@ -5,10 +5,10 @@
     python -m benchmarks.gpu --device cpu                      # tiny shapes, to test the command itself
 
 Each part runs in a separate process and has a part of the budget; what one does not need goes to those after it. A part
-measures the shortest prompts first and skips those for which no time is left. Its result is written after each
-length, so a part that fails or is stopped keeps what it has, and the result says why. Weights are drawn and nothing is
-downloaded; vLLM draws its weights itself. Times are medians of requests taken in turns after a warm-up. `predicted` is
-what `ragblend plan` expects. Read `PARTS` first.
+measures the shortest prompts first and skips those for which no time is left. One that fails or is stopped keeps what
+it has measured, and the result says why; the file is written after each part. Weights are drawn and nothing is
+downloaded; vLLM draws its weights itself, so entries of its stores fit no other engine. Times are medians of requests
+taken in turns after a warm-up. `predicted` is what `ragblend plan` expects. Read `PARTS` first.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks import batch_decode, gpu_profile, hardware_model
+from benchmarks import batch_decode, gpu_profile
 from benchmarks.gpu_profile import CASES, RATIOS, Sizes
+from benchmarks.hardware_model import LLAMA_8B
 from benchmarks.results import OutOption, split_counts, write_result
 from ragblend.cli.options import split_names
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
+from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.generation import PrefillResult
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.open import GIB, open_store
@@ -48,18 +50,15 @@ from ragblend.errors import RagblendError, UsageError
 from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES, find_dtype
 from ragblend.lab.bench.common.workloads import (
-    engine_for,
     make_engine,
     make_prompts,
     open_directory,
-    precompute_chunks,
     random_model,
-    vocab_size,
 )
 from ragblend.lab.bench.ttft import TtftSample, sample_ttft, summarize
 from ragblend.lab.bench.ttft_vllm import open_vllm
 from ragblend.lab.engines import NO_LIMIT_BYTES
-from ragblend.lab.hardware import GPUS
+from ragblend.lab.hardware import GPUS, blend_s, full_prefill_s
 from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import Mode
 from ragblend.prompt.types import Chunk, Prompt
@@ -147,20 +146,15 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 def ttft(sizes: Sizes) -> Iterator[Facts]:
     """Measure the cases with KV in memory, in transformers."""
-    with engine_for(sizes.shape, MemoryStore(NO_LIMIT_BYTES), find_dtype(sizes.dtype), device=sizes.device) as engine:
+    with sizes.open_engine() as engine:
         yield from _ttft_lines(engine, sizes, sizes.shape, "memory")
 
 
 def loading(sizes: Sizes) -> Iterator[Facts]:
     """Measure the cases with KV on the disk, after writing it there, so from the system's page cache."""
-    with (
-        open_directory() as directory,
-        engine_for(
-            sizes.shape, open_store(directory, memory_gib=0), find_dtype(sizes.dtype), device=sizes.device
-        ) as engine,
-    ):
-        middle = sizes.tokens[len(sizes.tokens) // 2]
-        yield from _ttft_lines(engine, replace(sizes, tokens=(middle,)), sizes.shape, "disk")
+    middle = replace(sizes, tokens=(sizes.tokens[len(sizes.tokens) // 2],))
+    with open_directory() as directory, sizes.open_engine(open_store(directory, memory_gib=0)) as engine:
+        yield from _ttft_lines(engine, middle, sizes.shape, "disk")
 
 
 def vllm(sizes: Sizes, which: int, *, is_compiled: bool) -> Iterator[Facts]:
@@ -188,9 +182,7 @@ def vllm(sizes: Sizes, which: int, *, is_compiled: bool) -> Iterator[Facts]:
 def _ttft_lines(engine: TransformersEngine | VllmEngine, sizes: Sizes, shape: str, tier: str) -> Iterator[Facts]:
     """Measure all cases at each length, in turns. Full prefill's seconds and tokens per second are in each line."""
     for tokens in sizes.lengths():
-        num_chunks, *others = sizes.prompt_shape(tokens)
-        chunks, (prompt,) = make_prompts(num_chunks, *others, 1, vocab_size(engine))
-        precompute_chunks(engine, chunks, lambda *_: None)
+        (prompt,) = sizes.store_chunks(engine, tokens)
         samples: dict[ModeAndRule, list[TtftSample]] = {ModeAndRule(case.mode, case.rule): [] for case in CASES}
         for number in range(sizes.repeats + 1):  # the first is the warm-up
             for case in CASES:
@@ -198,7 +190,8 @@ def _ttft_lines(engine: TransformersEngine | VllmEngine, sizes: Sizes, shape: st
                 samples[ModeAndRule(case.mode, case.rule)] += [taken] if number else []
         runs = summarize(samples)
         full_s = runs[0]["ttft_s"]
-        num_tokens = PREFIX_TOKENS + num_chunks * sizes.chunk_tokens + sizes.question_tokens
+        num_chunks, chunk_tokens, question_tokens = sizes.prompt_shape(tokens)
+        num_tokens = PREFIX_TOKENS + num_chunks * chunk_tokens + question_tokens
         for run in runs:
             facts = {"tokens": tokens, "shape": shape, "tier": tier, **_figures(run)}
             yield {
@@ -228,8 +221,9 @@ def _predicted(run: Facts, tokens: int, shape: str, sizes: Sizes) -> float | Non
     name = next((gpu for gpu in GPUS if gpu in words), None)
     if name is None:
         return None
-    line = hardware_model.predict(name, tokens, sizes.question_tokens)
-    return line.full_s / {"reuse": line.reuse_s, "ask": line.ask_s}.get(run["rule"], line.cacheblend_s)
+    rule, device = RULES.get(run["rule"], RULES["ask"]), GPUS[name]  # full reuse has none, and its ratio is 0
+    blended_s = blend_s(LLAMA_8B, device, rule, tokens, sizes.question_tokens, run["ratio"])
+    return full_prefill_s(LLAMA_8B, device, tokens) / blended_s
 
 
 # -- decoding
@@ -237,7 +231,8 @@ def _predicted(run: Facts, tokens: int, shape: str, sizes: Sizes) -> float | Non
 
 def decode(sizes: Sizes) -> Iterator[Facts]:
     """Measure decoding in a batch and one answer at a time, over blended prompts."""
-    with sizes.engine(sizes.tokens[0], count=8) as (engine, prompts):
+    with sizes.open_engine() as engine:
+        prompts = sizes.store_chunks(engine, sizes.tokens[0], count=8)
         engine.layers.model.generation_config.eos_token_id = None
         for run in batch_decode.measure(engine, prompts, (8,), sizes.answer_tokens, 1, print_line):
             yield asdict(run)
@@ -254,18 +249,18 @@ class Part(NamedTuple):
 
 
 PARTS: Mapping[str, Part] = {
-    "profile": Part(gpu_profile.profile, 75),
-    "ttft": Part(ttft, 50),
-    "vllm-small": Part(partial(vllm, which=0, is_compiled=False), 35),
-    "vllm-large": Part(partial(vllm, which=1, is_compiled=False), 50),
-    "vllm-small-compiled": Part(partial(vllm, which=0, is_compiled=True), 45),
-    "vllm-large-compiled": Part(partial(vllm, which=1, is_compiled=True), 65),
-    "layers": Part(gpu_profile.layers, 25),
-    "attention": Part(gpu_profile.attention, 15),
-    "copies": Part(gpu_profile.copies, 15),
-    "exactness": Part(exactness, 35),
-    "loading": Part(loading, 20),
-    "decode": Part(decode, 20),
+    "profile": Part(gpu_profile.profile, 65),
+    "ttft": Part(ttft, 45),
+    "vllm-small": Part(partial(vllm, which=0, is_compiled=False), 75),
+    "vllm-large": Part(partial(vllm, which=1, is_compiled=False), 60),
+    "vllm-small-compiled": Part(partial(vllm, which=0, is_compiled=True), 55),
+    "vllm-large-compiled": Part(partial(vllm, which=1, is_compiled=True), 75),
+    "layers": Part(gpu_profile.layers, 20),
+    "attention": Part(gpu_profile.attention, 10),
+    "copies": Part(gpu_profile.copies, 10),
+    "exactness": Part(exactness, 20),
+    "loading": Part(loading, 8),
+    "decode": Part(decode, 7),
 }
 """The parts in their order: what was never measured on a GPU is first."""
 

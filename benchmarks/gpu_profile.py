@@ -11,8 +11,8 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import monotonic, perf_counter
 from typing import Any, NamedTuple
@@ -23,13 +23,16 @@ from torch import Tensor
 from benchmarks.operations import PACKAGE_DIR, DeviceLooks, Operations, kernels
 from ragblend.engine.fusion.attention import attend_rows
 from ragblend.engine.fusion.plan import FusedKV
+from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.layers import TransformersLayers
+from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.errors import RagblendError
+from ragblend.ingestion.report import ignore_progress
 from ragblend.lab.bench.common.shapes import SHAPES, find_dtype
-from ragblend.lab.bench.common.workloads import engine_for, make_prompts, random_model
+from ragblend.lab.bench.common.workloads import engine_for, make_prompts, precompute_chunks, random_model, vocab_size
 from ragblend.lab.engines import NO_LIMIT_BYTES
 from ragblend.lab.tables import Facts
 from ragblend.options import Mode
@@ -87,18 +90,20 @@ class Sizes:
             yield each
             needed_s = 2 * (monotonic() - start_s)
 
-    @contextmanager
-    def engine(self, tokens: int, count: int = 1) -> Iterator[tuple[TransformersEngine, Sequence[Prompt]]]:
-        """Open an engine with the chunks of `count` prompts of about `tokens` tokens in memory."""
-        chunks, prompts = make_prompts(*self.prompt_shape(tokens), count, SHAPES[self.shape].vocab_size)
-        store = MemoryStore(NO_LIMIT_BYTES)
-        with engine_for(self.shape, store, find_dtype(self.dtype), device=self.device) as engine:
-            for _ in engine.precompute_all(chunks):
-                pass
-            yield engine, prompts
+    def open_engine(self, store: KVStore | None = None) -> TransformersEngine:
+        """Return a transformers engine over `store`; None: a memory tier."""
+        store = store or MemoryStore(NO_LIMIT_BYTES)
+        return engine_for(self.shape, store, find_dtype(self.dtype), device=self.device)
+
+    def store_chunks(self, engine: TransformersEngine | VllmEngine, tokens: int, count: int = 1) -> list[Prompt]:
+        """Return `count` prompts of about `tokens` tokens, after storing their chunks, of which longer prompts have
+        more."""
+        chunks, prompts = make_prompts(*self.prompt_shape(tokens), count, vocab_size(engine))
+        precompute_chunks(engine, chunks, ignore_progress)
+        return prompts
 
     def prompt_shape(self, tokens: int) -> tuple[int, int, int]:
-        """Return the first arguments of `make_prompts` for prompts of about `tokens` tokens."""
+        """Return the number of chunks, and the tokens of a chunk and of the question, of about `tokens` tokens."""
         return tokens // self.chunk_tokens, self.chunk_tokens, self.question_tokens
 
     @property
@@ -130,13 +135,15 @@ def profile(sizes: Sizes) -> Iterator[Facts]:
 
     On a CPU the kernels are counted, and neither run nor timed.
     """
-    for tokens in sizes.lengths(PROFILED):
-        with sizes.engine(tokens) as (engine, prompts):
-            render_s = sizes.median_s(lambda: engine.renderer.render(prompts[0]))
-            for with_kernels in _kernel_choices(engine, sizes):
+    with sizes.open_engine() as engine:
+        choices = _kernel_choices(engine, sizes)
+        for tokens in sizes.lengths(PROFILED):
+            (prompt,) = sizes.store_chunks(engine, tokens)
+            render_s = sizes.median_s(partial(engine.renderer.render, prompt))
+            for with_kernels in choices:
                 engine.layers.uses_kernels = with_kernels
                 for case in CASES:
-                    prefill = _prepared(engine, prompts[0], case)
+                    prefill = _prepared(engine, prompt, case)
                     facts = {"tokens": tokens, "case": str(case), "kernels": with_kernels, "render_s": render_s}
                     if sizes.is_gpu:
                         stored = 0 if case.mode == "full" else tokens * engine.bytes_per_token
