@@ -114,7 +114,7 @@ def operations_of_the_measured_path() -> Operations:
     launched = {
         each["case"]: each["per_layer"]
         for each in results("gpu-h100.json")["parts"]["launches"]["found"]
-        if each["tokens"] == 8192
+        if each["tokens"] == 4096
     }
     per_operation = launched["full"] / BY_TORCH.full
     return Operations(*(launched[case] / per_operation for case in ("full", "reuse", "cacheblend 15%", "ask 5%")))
