@@ -1,6 +1,6 @@
 """Where a blended request's time goes on a GPU: kernels, copies, waits of the host, and a pass without the host.
 
-Parts of `benchmarks.gpu`, which runs each in a process of its own. `profile` measures requests as the engine runs them,
+Parts of `benchmarks.gpu`, which runs each in a separate process. `profile` measures requests as the engine runs them,
 with Triton's kernels and by torch alone. `layers` replays a pass as a CUDA graph, which shows what starting its kernels
 costs. Everything also runs on a CPU with tiny shapes, where the times do not matter. Read `profile` first.
 """
