@@ -149,7 +149,7 @@ def profile(sizes: Sizes) -> Iterator[Facts]:
                         stored = 0 if case.mode == "full" else tokens * engine.bytes_per_token
                         yield {**facts, **_gpu_profile(prefill, sizes, engine.layers.num_layers, stored)}
                     else:
-                        yield {**facts, **_cpu_profile(prefill, sizes, engine.layers.num_layers)}
+                        yield {**facts, **_cpu_profile(prefill, engine.layers.num_layers)}
 
 
 def _kernel_choices(engine: TransformersEngine, sizes: Sizes) -> tuple[bool, ...]:
@@ -163,7 +163,7 @@ def _prepared(engine: TransformersEngine, prompt: Prompt, case: Case) -> Callabl
     return lambda: engine.prepare_prefill(request)()
 
 
-def _cpu_profile(run: Callable[[], Any], sizes: Sizes, num_layers: int) -> Facts:
+def _cpu_profile(run: Callable[[], Any], num_layers: int) -> Facts:
     with Operations():
         run()  # what is made once: the prefix, tables of rotations
     with Operations() as operations, DeviceLooks() as looks:
