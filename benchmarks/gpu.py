@@ -286,18 +286,29 @@ def _replace(path: Path, result: Facts) -> None:
     path.with_suffix(".new").replace(path)
 
 
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def import_once() -> None:
+    """Import what all parts need, which takes seconds, in the server that starts their processes."""
+    CONTEXT.set_forkserver_preload(["benchmarks.gpu_profile"])
+    process = CONTEXT.Process(target=quiet_libraries)
+    process.start()
+    process.join()
+
+
 def run_part(name: str, sizes: Sizes, limit_s: float) -> Facts:
     """Run a part in a separate process, stopped after `limit_s`. Return its lines, its seconds, and its error, if any.
 
     Lines are written to the JSON "found", also those of a part that failed or was stopped.
     """
+    if limit_s <= 0:
+        return {"found": [], "error": "skipped, because no time is left", "seconds": 0.0}
     with tempfile.TemporaryDirectory() as directory:
         path, start_s = Path(directory) / "found.json", monotonic()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.gpu_profile"])  # its imports take seconds
-        process = context.Process(target=_run_part, args=(name, replace(sizes, end_s=start_s + limit_s), path))
+        process = CONTEXT.Process(target=_run_part, args=(name, replace(sizes, end_s=start_s + limit_s), path))
         process.start()
-        process.join(limit_s)
+        process.join(max(0.0, start_s + limit_s - monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
@@ -359,6 +370,7 @@ def main(
     names = split_names(parts)
     if unknown := [name for name in names if name not in PARTS]:
         raise UsageError(f"part is {unknown[0]!r}; choose from {', '.join(PARTS)}")
+    import_once()
     end_s = monotonic() + budget * (1 if sizes.is_gpu else CPU_PATIENCE)
     results: dict[str, Facts] = {}
     for number, name in enumerate(names):

@@ -82,11 +82,10 @@ class Sizes:
         needed_s = 0.0
         for index, each in enumerate(tokens):
             start_s = monotonic()
-            if start_s + needed_s > self.end_s:
+            left_s = max(0.0, self.end_s - start_s)
+            if needed_s >= left_s:
                 skipped = ", ".join(f"{more:,}" for more in tokens[index:])
-                raise RagblendError(
-                    f"skipped {skipped} tokens, which need more than the {self.end_s - start_s:.0f} s that are left"
-                )
+                raise RagblendError(f"skipped {skipped} tokens, which need more than the {left_s:.0f} s that are left")
             yield each
             needed_s = 2 * (monotonic() - start_s)
 

@@ -81,5 +81,6 @@ def test_a_part_that_fails_keeps_its_lines(tmp_path, monkeypatch):
     assert "no more memory" in written["error"]
 
 
-def test_a_part_ends_at_its_limit():
+def test_a_part_ends_at_its_limit_and_none_starts_without_time():
     assert "time limit 2 s" in gpu.run_part("exactness", CPU, 2.0)["error"]
+    assert gpu.run_part("exactness", CPU, 0.0)["error"] == "skipped, because no time is left"
