@@ -1,114 +1,91 @@
-"""Exactness, time to first token, loading, decoding and kernel launches on a GPU, in one command of 8 minutes at most.
+"""Exactness, time to first token, profiles, loading and decoding on a GPU, and vLLM: one command of 8 minutes at most.
 
-    python -m benchmarks.gpu --out data/results/gpu-h100.json           # on the first GPU, models of random weights
-    python -m benchmarks.gpu --device cpu                               # tiny shapes, to test the command itself
-    python -m benchmarks.gpu --parts ttft --tokens 4096,8192
+    python -m benchmarks.gpu --out gpu.json                    # on the first GPU, models of random weights
+    python -m benchmarks.gpu --parts profile,ttft --tokens 4096,16384 --budget 120
+    python -m benchmarks.gpu --device cpu                      # tiny shapes, to test the command itself
 
-Each part runs in a separate process, within its own time. A part that fails or takes too long does not stop the
-others, and the result says why. Weights are drawn on the device and nothing is downloaded. Times are medians of
-requests taken in turns after a warm-up (`ragblend bench ttft`). `predicted` is what `benchmarks.hardware_model`
-expects. Read `PARTS` first.
+Each part runs in a separate process and has a part of the budget; what one does not need goes to those after it. A part
+measures the shortest prompts first and skips those for which no time is left. One that fails or is stopped keeps what
+it has measured, and the result says why; the file is written after each part. Weights are drawn and nothing is
+downloaded; vLLM draws its weights itself, so entries of its stores fit no other engine. Times are medians of requests
+taken in turns after a warm-up. `predicted` is what `ragblend plan` expects. Read `PARTS` first.
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import importlib.util
 import json
 import multiprocessing
 import re
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
-from time import perf_counter
+from time import monotonic
 from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import batch_decode, hardware_model
+from benchmarks import batch_decode, gpu_profile
+from benchmarks.gpu_profile import CASES, RATIOS, Sizes
+from benchmarks.hardware_model import LLAMA_8B
 from benchmarks.results import OutOption, split_counts, write_result
 from ragblend.cli.options import split_names
 from ragblend.cli.printing import print_line
 from ragblend.cli.session import quiet_libraries
+from ragblend.engine.fusion.rules import RULES
 from ragblend.engine.generation import PrefillResult
 from ragblend.engine.store.memory import MemoryStore
+from ragblend.engine.store.open import GIB, open_store
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.transformers.model import find_device
+from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.errors import RagblendError, UsageError
-from ragblend.lab.bench.common.configs import TtftConfig
+from ragblend.lab.bench.common.configs import PREFIX_TOKENS, ModeAndRule, TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES, find_dtype
 from ragblend.lab.bench.common.workloads import (
-    engine_for,
     make_engine,
     make_prompts,
+    open_directory,
     random_model,
 )
-from ragblend.lab.bench.ttft import run_ttft
+from ragblend.lab.bench.ttft import TtftSample, sample_ttft, summarize
+from ragblend.lab.bench.ttft_vllm import open_vllm
 from ragblend.lab.engines import NO_LIMIT_BYTES
-from ragblend.lab.hardware import GPUS
+from ragblend.lab.hardware import GPUS, blend_s, full_prefill_s
+from ragblend.lab.tables import Column, Facts, format_table
 from ragblend.options import Mode
 from ragblend.prompt.types import Chunk, Prompt
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_oss")
 """Model families, each with another kind of attention: plain, biases, norms, soft caps, windows, sinks."""
 DTYPES = ("float32", "bfloat16", "float16")
-RATIOS = {"ask": 0.05, "cacheblend": 0.15}
-"""Each rule at its default ratio."""
+LENGTHS = (2048, 4096, 8192, 16_384, 32_768)
+GPU = Sizes("cuda", "llama-8b", ("llama-1b", "llama-8b"), "bfloat16", LENGTHS, 512, 32, 64, 3)
+CPU = Sizes("cpu", "llama-1m", ("llama-1m", "llama-1m"), "float32", (256, 512), 64, 16, 8, 2)
+BUDGET_S = 450.0
+"""Of all parts. The command takes some seconds more, for its own start."""
 CPU_PATIENCE = 20
-"""Factor of each part's time limit on a CPU, where the times do not matter."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Device, model shape and lengths of all parts except `exactness`, whose models are always small."""
-
-    device: str
-    shape: str
-    dtype: str
-    tokens: tuple[int, ...]  # of prompts
-    chunk_tokens: int
-    question_tokens: int
-    answer_tokens: int
-    repeats: int
-
-    @contextmanager
-    def engine(self, tokens: int, count: int = 1) -> Iterator[tuple[TransformersEngine, Sequence[Prompt]]]:
-        """Open an engine with the chunks of `count` prompts of about `tokens` tokens in memory."""
-        lengths = (tokens // self.chunk_tokens, self.chunk_tokens, self.question_tokens)
-        chunks, prompts = make_prompts(*lengths, count, SHAPES[self.shape].vocab_size)
-        store = MemoryStore(NO_LIMIT_BYTES)
-        with engine_for(self.shape, store, find_dtype(self.dtype), device=self.device) as engine:
-            for _ in engine.precompute_all(chunks):
-                pass
-            yield engine, prompts
-
-
-GPU = Sizes("cuda", "llama-8b", "bfloat16", (4096, 8192, 16_384, 32_768), 512, 32, 64, 3)
-CPU = Sizes("cpu", "llama-1m", "float32", (256, 512), 64, 16, 8, 2)
+"""Factor of the budget on a CPU, where the times do not matter."""
 
 
 # -- exactness
 
 
-def exactness(sizes: Sizes) -> list[dict[str, Any]]:
+def exactness(sizes: Sizes) -> Iterator[Facts]:
     """Compare each family in each dtype with the stock model's own forward, and float32 with the CPU."""
-    found = []
     for family in FAMILIES:
         for dtype in DTYPES:
             try:
-                found.append(_exactness_of(family, dtype, sizes.device))
+                yield _exactness_of(family, dtype, sizes.device)
             except Exception as error:
-                found.append({"family": family, "dtype": dtype, "error": f"{type(error).__name__}: {error}"})
-    return found
+                yield {"family": family, "dtype": dtype, "error": f"{type(error).__name__}: {error}"}
 
 
 def _exactness_of(family: str, dtype: str, device: str) -> dict[str, Any]:
@@ -167,42 +144,63 @@ def _error(found: Tensor, expected: Tensor) -> float:
 # -- time to first token
 
 
-def ttft(sizes: Sizes) -> list[dict[str, Any]]:
-    """Measure the four modes, `ask` at 5 % and `cacheblend` at 15 %, with KV in memory."""
-    return [line for tokens in sizes.tokens for line in _ttft_of(sizes, tokens, "memory")]
+def ttft(sizes: Sizes) -> Iterator[Facts]:
+    """Measure the cases with KV in memory, in transformers."""
+    with sizes.open_engine() as engine:
+        yield from _ttft_lines(engine, sizes, sizes.shape, "memory")
 
 
-def loading(sizes: Sizes) -> list[dict[str, Any]]:
-    """Measure reuse and blending with KV on the disk, after writing it there, so from the system's page cache."""
-    return _ttft_of(sizes, sizes.tokens[min(1, len(sizes.tokens) - 1)], "disk")
+def loading(sizes: Sizes) -> Iterator[Facts]:
+    """Measure the cases with KV on the disk, after writing it there, so from the system's page cache."""
+    middle = replace(sizes, tokens=(sizes.tokens[len(sizes.tokens) // 2],))
+    with open_directory() as directory, sizes.open_engine(open_store(directory, memory_gib=0)) as engine:
+        yield from _ttft_lines(engine, middle, sizes.shape, "disk")
 
 
-def _ttft_of(sizes: Sizes, tokens: int, tier: str) -> list[dict[str, Any]]:
-    lines = []
-    for rule, ratio in RATIOS.items():
-        gc.collect()  # the last engine's model: an engine is a cycle of references
-        config = TtftConfig(
-            shape=sizes.shape,
-            dtype=sizes.dtype,
-            device=sizes.device,
-            num_chunks=tokens // sizes.chunk_tokens,
-            chunk_tokens=sizes.chunk_tokens,
-            question_tokens=sizes.question_tokens,
-            modes=("full", "prefix", "reuse", "blend") if rule == "ask" else ("full", "blend"),
-            rules=(rule,),
-            ratio=ratio,
-            repeats=sizes.repeats,
-            tier=tier,
-        )
-        lines += [
-            {"tokens": tokens, "tier": tier, **_figures(run), "predicted": _predicted(run, tokens, sizes)}
-            for run in run_ttft(config)["runs"]
-            if run["mode"] != "full" or rule == "ask"
-        ]
-    return lines
+def vllm(sizes: Sizes, which: int, *, is_compiled: bool) -> Iterator[Facts]:
+    """Measure the cases inside vLLM, with weights that it draws itself. `which`: of the shapes, 0 the smaller one."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UsageError("vllm is not installed; to measure it, run: pip install 'ragblend[vllm]'")
+    shape = sizes.vllm_shapes[which]
+    options: Facts = {"load_format": "dummy", "enforce_eager": not is_compiled}
+    if is_compiled:  # graphs of decoding and of a question's rows; those of other sizes take time and are not used
+        options["compilation_config"] = {"cudagraph_capture_sizes": [1, 16, 32, 64]}
+    num_chunks, chunk_tokens, question_tokens = sizes.prompt_shape(sizes.tokens[-1])
+    config = TtftConfig(
+        shape=shape,
+        dtype=sizes.dtype,
+        backend="vllm",
+        num_chunks=num_chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        vllm_options=options,
+    )
+    with open_vllm(config, shape, num_prompts=2, memory_gib=NO_LIMIT_BYTES / GIB) as engine:
+        yield from _ttft_lines(engine, sizes, shape, "memory")
 
 
-def _figures(run: dict[str, Any]) -> dict[str, Any]:
+def _ttft_lines(engine: TransformersEngine | VllmEngine, sizes: Sizes, shape: str, tier: str) -> Iterator[Facts]:
+    """Measure all cases at each length, in turns. Full prefill's seconds and tokens per second are in each line."""
+    for tokens in sizes.lengths():
+        (prompt,) = sizes.store_chunks(engine, tokens)
+        samples: dict[ModeAndRule, list[TtftSample]] = {ModeAndRule(case.mode, case.rule): [] for case in CASES}
+        for number in range(sizes.repeats + 1):  # the first is the warm-up
+            for case in CASES:
+                taken = sample_ttft(engine, prompt, ModeAndRule(case.mode, case.rule), case.ratio)
+                samples[ModeAndRule(case.mode, case.rule)] += [taken] if number else []
+        runs = summarize(samples)
+        full_s = runs[0]["ttft_s"]
+        num_chunks, chunk_tokens, question_tokens = sizes.prompt_shape(tokens)
+        num_tokens = PREFIX_TOKENS + num_chunks * chunk_tokens + question_tokens
+        for run in runs:
+            facts = {"tokens": tokens, "shape": shape, "tier": tier, **_figures(run)}
+            yield {
+                **facts, "full_s": full_s, "full_tokens_per_s": num_tokens / full_s,
+                "predicted": _predicted(run, tokens, shape, sizes) if isinstance(engine, TransformersEngine) else None,
+            }  # fmt: skip
+
+
+def _figures(run: Facts) -> Facts:
     left_out = {
         "charged_budget",
         "charged_budget_32",
@@ -215,245 +213,144 @@ def _figures(run: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in run.items() if name not in left_out}
 
 
-def _predicted(run: dict[str, Any], tokens: int, sizes: Sizes) -> float | None:
-    """Return the speedup that the hardware model predicts without the host; None if it has no data of GPU or model."""
-    if run["mode"] != "blend" or sizes.device == "cpu" or sizes.shape != "llama-8b":
+def _predicted(run: Facts, tokens: int, shape: str, sizes: Sizes) -> float | None:
+    """Return the speedup that `ragblend plan` predicts from memory; None if it has no data of the GPU or the model."""
+    if run["mode"] == "full" or not sizes.is_gpu or shape != "llama-8b":
         return None
     words = re.split("[ -]", torch.cuda.get_device_name(sizes.device))
-    known = next((gpu for gpu in GPUS if gpu in words), None)
-    if known is None:
+    name = next((gpu for gpu in GPUS if gpu in words), None)
+    if name is None:
         return None
-    line = hardware_model.estimate(known, tokens, run["ratio"], sizes.question_tokens, 0.6)
-    return line.full_s / line.together_s
-
-
-# -- copies to the device
-
-
-def copies(sizes: Sizes) -> dict[str, float]:
-    """Measure copies in bytes per second: into pinned memory, and from pinned and pageable memory to the device."""
-    pageable = torch.randn(32 << 20, dtype=torch.float32)  # 128 MiB
-    if sizes.device == "cpu":
-        return {"copy_bytes_per_s": _bytes_per_s(pageable, lambda: pageable.clone(), sizes.device)}
-    pinned, there = pageable.pin_memory(), pageable.to(sizes.device)
-    return {
-        "allocate_and_pin_bytes_per_s": _bytes_per_s(pageable, lambda: pageable.pin_memory(), sizes.device),
-        "pin_into_kept_buffer_bytes_per_s": _bytes_per_s(pageable, lambda: pinned.copy_(pageable), sizes.device),
-        "pinned_to_device_bytes_per_s": _bytes_per_s(
-            pageable, lambda: there.copy_(pinned, non_blocking=True), sizes.device
-        ),
-        "pageable_to_device_bytes_per_s": _bytes_per_s(pageable, lambda: there.copy_(pageable), sizes.device),
-    }
-
-
-def _bytes_per_s(tensor: Tensor, run: Callable[[], Any], device: str) -> float:
-    return tensor.nbytes / _median_seconds(run, device, 5)
-
-
-def _median_seconds(run: Callable[[], Any], device: str, repeats: int) -> float:
-    taken = []
-    for _ in range(repeats + 1):  # the first is the warm-up
-        start_s = perf_counter()
-        run()
-        _synchronize(device)
-        taken.append(perf_counter() - start_s)
-    return median(taken[1:])
-
-
-def _synchronize(device: str) -> None:
-    if device != "cpu":
-        torch.cuda.synchronize(device)
+    rule, device = RULES.get(run["rule"], RULES["ask"]), GPUS[name]  # full reuse has none, and its ratio is 0
+    blended_s = blend_s(LLAMA_8B, device, rule, tokens, sizes.question_tokens, run["ratio"])
+    return full_prefill_s(LLAMA_8B, device, tokens) / blended_s
 
 
 # -- decoding
 
 
-def decode(sizes: Sizes) -> list[dict[str, Any]]:
+def decode(sizes: Sizes) -> Iterator[Facts]:
     """Measure decoding in a batch and one answer at a time, over blended prompts."""
-    with sizes.engine(sizes.tokens[0], count=8) as (engine, prompts):
+    with sizes.open_engine() as engine:
+        prompts = sizes.store_chunks(engine, sizes.tokens[0], count=8)
         engine.layers.model.generation_config.eos_token_id = None
-        runs = batch_decode.measure(engine, prompts, (8,), sizes.answer_tokens, 1, print_line)
-        return [asdict(run) for run in runs]
+        for run in batch_decode.measure(engine, prompts, (8,), sizes.answer_tokens, 1, print_line):
+            yield asdict(run)
 
 
-# -- launches
-
-
-class Case(NamedTuple):
-    """Mode, rule and ratio of a prefill."""
-
-    mode: Mode
-    rule: str
-    ratio: float
-
-    def __str__(self) -> str:
-        return self.mode if self.mode != "blend" else f"{self.rule} {self.ratio:.0%}"
-
-
-CASES = (Case("full", "auto", 0.0), Case("reuse", "auto", 0.0), *(Case("blend", *each) for each in RATIOS.items()))
-
-
-def launches(sizes: Sizes) -> list[dict[str, Any]]:
-    """Count the launches of a prefill: kernels and copies on a GPU, operations other than views on a CPU."""
-    lines = []
-    for tokens in sizes.tokens[:1] if sizes.device == "cpu" else sizes.tokens[:2]:
-        gc.collect()
-        with sizes.engine(tokens) as (engine, prompts):
-            for case in CASES:
-                prefill = _prepared(engine, prompts[0], case)
-                seconds = _median_seconds(prefill, sizes.device, 3)
-                counted = _count_operations(prefill) if sizes.device == "cpu" else _profile(prefill)
-                per_layer = counted["launches"] / engine.layers.num_layers
-                lines.append(
-                    {"tokens": tokens, "case": str(case), "seconds": seconds, "per_layer": per_layer, **counted}
-                )
-    return lines
-
-
-def _prepared(engine: TransformersEngine, prompt: Prompt, case: Case) -> Callable[[], Any]:
-    """Return a prefill that runs on the caller's thread, where it can be profiled."""
-    request = engine.request(prompt, mode=case.mode, rule=case.rule, recompute_ratio=case.ratio)
-    return lambda: engine.prepare_prefill(request)()
-
-
-class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of this thread's operations, views excluded."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def _count_operations(run: Callable[[], Any]) -> dict[str, Any]:
-    with _OperationCounter() as counter:
-        run()
-    return {"launches": counter.counts.total(), "by_name": dict(counter.counts.most_common(12))}
-
-
-def _profile(run: Callable[[], Any]) -> dict[str, Any]:
-    """Return the launches of all threads, the seconds of all kernels, and the slowest kernels and host operations."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        run()
-        torch.cuda.synchronize()
-    averages = profile.key_averages()
-    started = Counter(
-        {
-            each.key: each.count
-            for each in averages
-            if each.key.startswith(("cudaLaunch", "cuLaunch", "cudaMemcpy", "cudaMemset"))
-        }
-    )
-    on_device = [each for each in averages if str(each.device_type) == "DeviceType.CUDA"]
-    kernels = Counter({each.key[:90]: round(each.self_device_time_total) for each in on_device})
-    host = Counter({each.key: round(each.self_cpu_time_total) for each in averages})
-    synchronisations = sum(each.count for each in averages if "Synchronize" in each.key)
-    return {
-        "launches": started.total(),
-        "synchronisations": synchronisations,
-        "device_busy_s": kernels.total() / 1e6,
-        "launched": dict(started.most_common()),
-        "kernels_us": dict(kernels.most_common(14)),
-        "host_us": dict(host.most_common(14)),
-    }
-
-
-# -- vLLM
-
-
-def vllm(sizes: Sizes) -> list[dict[str, Any]]:
-    """Measure the four modes inside vLLM. Compilation is disabled, because it takes a minute."""
-    if importlib.util.find_spec("vllm") is None:
-        raise UsageError("vllm is not installed; to measure it, run: pip install 'ragblend[vllm]'")
-    shape = "llama-1b" if sizes.device != "cpu" else "llama-1m"
-    config = TtftConfig(
-        shape=shape,
-        dtype=sizes.dtype,
-        backend="vllm",
-        vllm_options={"enforce_eager": True},
-        rules=("ask",),
-        ratio=RATIOS["ask"],
-    )
-    return [_figures(run) for run in run_ttft(config)["runs"]]
+# -- parts
 
 
 class Part(NamedTuple):
-    """Function of a part, and the time limit of its process in seconds."""
+    """Function of a part, which yields the lines of its result, and its seconds of the budget `BUDGET_S`."""
 
-    measure: Callable[[Sizes], Any]
-    limit_s: float
+    measure: Callable[[Sizes], Iterator[Facts]]
+    share_s: float
 
 
 PARTS: Mapping[str, Part] = {
-    "exactness": Part(exactness, 75),
-    "copies": Part(copies, 20),
-    "ttft": Part(ttft, 140),
-    "loading": Part(loading, 50),
-    "launches": Part(launches, 55),
-    "decode": Part(decode, 50),
-    "vllm": Part(vllm, 90),
+    "profile": Part(gpu_profile.profile, 65),
+    "ttft": Part(ttft, 45),
+    "vllm-small": Part(partial(vllm, which=0, is_compiled=False), 75),
+    "vllm-large": Part(partial(vllm, which=1, is_compiled=False), 60),
+    "vllm-small-compiled": Part(partial(vllm, which=0, is_compiled=True), 55),
+    "vllm-large-compiled": Part(partial(vllm, which=1, is_compiled=True), 75),
+    "layers": Part(gpu_profile.layers, 20),
+    "attention": Part(gpu_profile.attention, 10),
+    "copies": Part(gpu_profile.copies, 10),
+    "exactness": Part(exactness, 20),
+    "loading": Part(loading, 8),
+    "decode": Part(decode, 7),
 }
+"""The parts in their order: what was never measured on a GPU is first."""
 
 
 def _run_part(name: str, sizes: Sizes, path: Path) -> None:
-    """Run one part in this process. Write its result or its error to `path`."""
+    """Run one part in this process. Write its lines to `path` after each one, and its error."""
     quiet_libraries()
+    result: Facts = {"found": []}
     try:
-        found = {"found": PARTS[name].measure(sizes)}
+        for line in PARTS[name].measure(sizes):
+            result["found"].append(line)
+            _replace(path, result)
     except RagblendError as error:
-        found = {"error": str(error)}
+        result["error"] = str(error)
     except Exception:
-        found = {"error": traceback.format_exc()}
-    path.write_text(json.dumps(found))
+        result["error"] = traceback.format_exc()
+    _replace(path, {**result, "ended": True})
 
 
-def run_part(name: str, sizes: Sizes) -> dict[str, Any]:
-    """Run a part in a separate process, killed at its time limit. Return its result or `error`, and its seconds."""
+def _replace(path: Path, result: Facts) -> None:
+    """Write `result` to `path` in one step, because this process may be stopped at any time."""
+    path.with_suffix(".new").write_text(json.dumps(result))
+    path.with_suffix(".new").replace(path)
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def import_once() -> None:
+    """Import what all parts need, which takes seconds, in the server that starts their processes."""
+    CONTEXT.set_forkserver_preload(["benchmarks.gpu_profile"])
+    process = CONTEXT.Process(target=quiet_libraries)
+    process.start()
+    process.join()
+
+
+def run_part(name: str, sizes: Sizes, limit_s: float) -> Facts:
+    """Run a part in a separate process, stopped after `limit_s`. Return its lines, its seconds, and its error, if any.
+
+    Lines are written to the JSON "found", also those of a part that failed or was stopped.
+    """
+    if limit_s <= 0:
+        return {"found": [], "error": "skipped, because no time is left", "seconds": 0.0}
     with tempfile.TemporaryDirectory() as directory:
-        path, start_s = Path(directory) / "found.json", perf_counter()
-        process = multiprocessing.get_context("forkserver").Process(target=_run_part, args=(name, sizes, path))
+        path, start_s = Path(directory) / "found.json", monotonic()
+        process = CONTEXT.Process(target=_run_part, args=(name, replace(sizes, end_s=start_s + limit_s), path))
         process.start()
-        limit_s = PARTS[name].limit_s * (CPU_PATIENCE if sizes.device == "cpu" else 1)
-        process.join(limit_s)
+        process.join(max(0.0, start_s + limit_s - monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
-        error = f"ended without a result: exit code {process.exitcode}, time limit {limit_s:g} s"
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"error": error}
-        return {**found, "seconds": round(perf_counter() - start_s, 1)}
+        result: Facts = json.loads(path.read_text()) if path.exists() else {"found": []}
+        if not result.pop("ended", False):
+            result["error"] = f"ended early: exit code {process.exitcode}, time limit {limit_s:.0f} s"
+        return {**result, "seconds": round(monotonic() - start_s, 1)}
 
 
-def table_lines(results: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a summary: errors, measured and predicted times to first token, launches, exactness."""
-    lines = [
-        f"{name}: {part['seconds']} s{', FAILED: ' + part['error'] if 'error' in part else ''}"
-        for name, part in results.items()
-    ]
-    found = {name: part["found"] for name, part in results.items() if "found" in part}
-    if "ttft" in found:
-        lines.append("tokens   tier    mode    rule          ratio   TTFT ms   speedup  predicted  stall ms")
-    for run in (*found.get("ttft", ()), *found.get("loading", ())):
-        predicted = f"{run['predicted']:9.1f}x" if run["predicted"] is not None else " " * 10
-        lines.append(
-            f"{run['tokens']:6}   {run['tier']:7} {run['mode']:7} {run['rule']:12} {run['ratio']:6.2f}"
-            f"{1e3 * run['ttft_s']:10.1f}{run['speedup']:9.2f}x {predicted}{1e3 * run['stall_s']:10.1f}"
-        )
-    lines += [
-        f"{each['tokens']:6}   {each['case']:16} {each['per_layer']:8.1f} launches a layer, "
-        f"{1e3 * each['seconds']:.1f} ms"
-        for each in found.get("launches", ())
-    ]
-    for each in found.get("exactness", ()):
-        lines.append(
-            "   ".join(
-                f"{name} {value:.1e}" if isinstance(value, float) else f"{name} {value}" for name, value in each.items()
+def limit_s(names: Sequence[str], left_s: float) -> float:
+    """Return the limit of the first of the parts `names` that still run, if `left_s` are left for all of them.
+
+    >>> limit_s(["copies", "attention"], 60.0)
+    30.0
+    """
+    return left_s * PARTS[names[0]].share_s / sum(PARTS[name].share_s for name in names)
+
+
+TTFT_COLUMNS: tuple[Column, ...] = (
+    ("tokens", "<8", "tokens"), ("shape", "<10", "shape"), ("tier", "<8", "tier"), ("mode", "<7", "mode"),
+    ("rule", "<11", "rule"), ("TTFT ms", ">9.1f", lambda run: 1e3 * run["ttft_s"]), ("speedup", ">9.2fx", "speedup"),
+    ("predicted", ">11.1fx", "predicted"), ("full ms", ">9.1f", lambda run: 1e3 * run["full_s"]),
+    ("full tokens/s", ">15.0f", "full_tokens_per_s"), ("stall ms", ">10.1f", lambda run: 1e3 * run["stall_s"]),
+)  # fmt: skip
+
+
+def table_lines(results: Mapping[str, Facts]) -> list[str]:
+    """Return the lines of a summary: each part's seconds and error, then its lines. Times to first token are tables."""
+    lines = []
+    for name, part in results.items():
+        lines.append(f"{name}: {part['seconds']} s{', INCOMPLETE: ' + part['error'] if 'error' in part else ''}")
+        if part["found"] and "ttft_s" in part["found"][0]:
+            lines += format_table(TTFT_COLUMNS, part["found"])
+            continue
+        for each in part["found"]:
+            short = {name: value for name, value in each.items() if not isinstance(value, dict)}
+            lines.append(
+                "   ".join(
+                    f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+                    for name, value in short.items()
+                )
             )
-        )
     return lines
 
 
@@ -461,31 +358,38 @@ def main(
     device: Annotated[str, typer.Option(help="Device: auto, cuda, cuda:1, or cpu for tiny shapes.")] = "auto",
     parts: Annotated[str, typer.Option(help="Parts to run, comma-separated. Default: all.")] = ",".join(PARTS),
     tokens: Annotated[str | None, typer.Option(help="Tokens of the prompts, comma-separated.")] = None,
+    budget: Annotated[float, typer.Option(help="Seconds of all parts together; on a CPU 20 times as many.")] = BUDGET_S,
     out: OutOption = None,
 ) -> None:
-    """Run the parts, print a table and write the result."""
+    """Run the parts, print tables and write the result."""
     quiet_libraries()
     place = find_device(device)
     sizes = CPU if place.type == "cpu" else replace(GPU, device=str(place))
     if tokens is not None:
-        sizes = replace(sizes, tokens=tuple(split_counts(tokens)))
+        sizes = replace(sizes, tokens=tuple(sorted(split_counts(tokens))))
     names = split_names(parts)
     if unknown := [name for name in names if name not in PARTS]:
         raise UsageError(f"part is {unknown[0]!r}; choose from {', '.join(PARTS)}")
-    results: dict[str, Any] = {}
-    for name in names:
-        print_line(f"{name} ...")
-        results[name] = run_part(name, sizes)
+    import_once()
+    end_s = monotonic() + budget * (1 if sizes.is_gpu else CPU_PATIENCE)
+    results: dict[str, Facts] = {}
+    for number, name in enumerate(names):
+        limit = limit_s(names[number:], end_s - monotonic())
+        print_line(f"{name}, {limit:.0f} s at most ...")
+        results[name] = run_part(name, sizes, limit)
         if out is not None:  # after every part, in case the command is interrupted
-            _write(results, sizes, out)
+            _write(results, sizes, budget, out)
     for line in table_lines(results):
         print_line(line)
     if out is None:
-        _write(results, sizes, out)
+        _write(results, sizes, budget, out)
 
 
-def _write(results: Mapping[str, Any], sizes: Sizes, out: Path | None) -> None:
-    write_result({"command": "benchmarks.gpu", "config": asdict(sizes), "parts": results}, out, sizes.device)
+def _write(results: Mapping[str, Facts], sizes: Sizes, budget: float, out: Path | None) -> None:
+    config = {name: value for name, value in asdict(sizes).items() if name != "end_s"}
+    write_result(
+        {"command": "benchmarks.gpu", "config": {**config, "budget_s": budget}, "parts": results}, out, sizes.device
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 A layer takes as long as the slower of its arithmetic and its memory traffic (the roofline model: Williams, Waterman,
 Patterson, CACM 2009), part by part, at the share of the data sheet's rates that was reached where it was measured.
-Today's engine waits for the GPU some fifteen times in a blended request, so the time of the host, which starts each
-kernel, is added to the GPU's. `ragblend plan` and `benchmarks.hardware_model` share these costs. Read `predict_profile`
-first; benchmarks/RESULTS.md compares it with measured times.
+The host, which starts each operation, works at the same time, but no GPU has shown yet how much of its time that hides.
+So it is added to the GPU's for a blended request. `ragblend plan` and `benchmarks.hardware_model` share these costs.
+Read `predict_profile` first; benchmarks/RESULTS.md compares it with measured times.
 """
 
 from __future__ import annotations
@@ -24,9 +24,21 @@ PROBED_SHARE = PROBE_DEPTHS[1]  # share of the layers that the question runs thr
 ATTENTION_TILE = 128  # queries that share one reading of the keys in a full prefill
 TILE_ROWS = 64  # recomputed rows that share one reading of the keys
 
-LAUNCHES = {"full": 47, "reuse": 73, "deviation": 85, "probe": 190}
-"""Kernels and copies that the host starts for each layer: full prefill, full reuse, and rules that measure deviations
-or run a query probe (data/results/gpu-h100.json, part `launches`)."""
+
+class Operations(NamedTuple):
+    """Operations that the host starts for each layer: full prefill, full reuse, and rules that measure deviations or
+    run a query probe (data/results/operations.json)."""
+
+    full: float
+    reuse: float
+    deviation: float
+    probe: float
+
+
+BY_KERNELS = Operations(38.0, 38.1, 37.1, 69.9)
+"""Of a blend with Triton's kernels, as on a GPU. No GPU has timed it."""
+BY_TORCH = Operations(38.0, 51.1, 57.1, 125.6)
+"""Of a blend by torch alone, as on a CPU."""
 MATCH_S = 3.4e-6
 """Seconds of the tokenizer and of matching for each token of a prompt (TTFT - stall_s - fuse_s there)."""
 READ_BYTES_PER_S = 1.9e9
@@ -43,8 +55,9 @@ class Hardware:
     bus: float  # bytes per second from the host's memory, one way
     nbytes: int | None  # size of the device's memory; None for a CPU, whose memory is the host's
     share: float = 0.5  # of the rates, that full prefill reaches (gpu-h100.json, 4,096 to 32,768 tokens)
-    launch_s: float = 21e-6  # of the host, per kernel (there: `fuse_s` and `stall_s` of `ask` at 4,096 tokens)
+    operation_s: float = 26e-6  # of the host (there: 21 microseconds for each of 47 launches of 38 operations)
     loaded: float = 54e9  # bytes per second of stored KV from the memory tier to its place (there: `copies`)
+    operations: Operations = BY_KERNELS
 
     @property
     def is_gpu(self) -> bool:
@@ -77,7 +90,7 @@ def cpu(num_cores: int = CPU_CORES) -> Hardware:
     """
     memory = 9.6e9 * num_cores
     return Hardware(
-        f"CPU with {num_cores} cores", 166e9 * num_cores, memory, memory, None, 0.72, 5e-6, 1.7e9 * num_cores
+        f"CPU with {num_cores} cores", 166e9 * num_cores, memory, memory, None, 0.72, 6e-6, 1.7e9 * num_cores, BY_TORCH
     )
 
 
@@ -154,9 +167,9 @@ def kv_reads_by_tile(positions: Sequence[int]) -> int:
     return sum(positions[min(start + TILE_ROWS - 1, last)] + 1 for start in range(0, len(positions), TILE_ROWS))
 
 
-def host_s(model: ModelSizes, device: Hardware, launches: int, stored_tokens: int) -> float:
-    """Return the seconds of the host: starting the kernels of all layers, and bringing stored KV to the device."""
-    return model.layers * (launches * device.launch_s + stored_tokens * model.kv_bytes / device.loaded)
+def host_s(model: ModelSizes, device: Hardware, operations: float, stored_tokens: int) -> float:
+    """Return the seconds of the host: starting the operations of all layers, and bringing stored KV to the device."""
+    return model.layers * (operations * device.operation_s + stored_tokens * model.kv_bytes / device.loaded)
 
 
 # -- one prompt
@@ -165,7 +178,7 @@ def host_s(model: ModelSizes, device: Hardware, launches: int, stored_tokens: in
 def full_prefill_s(model: ModelSizes, device: Hardware, tokens: int) -> float:
     """Return the predicted seconds of full prefill, tokenizer included. The GPU computes while the host starts more."""
     kernels_s = model.layers * seconds(full(model, tokens), device, device.share)
-    return MATCH_S * tokens + max(kernels_s, host_s(model, device, LAUNCHES["full"], 0))
+    return MATCH_S * tokens + max(kernels_s, host_s(model, device, device.operations.full, 0))
 
 
 def blend_s(
@@ -178,17 +191,19 @@ def blend_s(
     stored = tokens - question
     num_rows = round(ratio * stored)
     rows = [index * stored // num_rows for index in range(num_rows)]
-    kind = "reuse" if not num_rows else "probe" if rule.probes_before_selection else "deviation"
     question_s = seconds(asked(model, tokens, question), device, device.share)
     layer_s = question_s + placed(model, stored).seconds(device, device.share)
     if num_rows:
         layer_s += seconds(recomputed(model, rows, kv_reads_by_tile(rows)), device, device.share)
-    kernels_s = model.layers * layer_s
-    if kind == "probe":
+    kernels_s, operations = model.layers * layer_s, device.operations.reuse
+    if num_rows and rule.probes_before_selection:
+        operations = device.operations.probe
         kernels_s += PROBED_SHARE * model.layers * question_s
-    elif num_rows and rule.deviation is not None:  # all tokens run through the layers before the check layer
-        kernels_s += CHECK_LAYER * seconds(full(model, tokens), device, device.share)
-    return MATCH_S * tokens + kernels_s + host_s(model, device, LAUNCHES[kind], stored)
+    elif num_rows:
+        operations = device.operations.deviation
+        if rule.deviation is not None:  # all tokens run through the layers before the check layer
+            kernels_s += CHECK_LAYER * seconds(full(model, tokens), device, device.share)
+    return MATCH_S * tokens + kernels_s + host_s(model, device, operations, stored)
 
 
 def predict_profiles(

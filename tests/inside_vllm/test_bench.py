@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import load, throughput
+from benchmarks import gpu, load, throughput
 from benchmarks.ingest_vllm import bench_ingest_vllm
 from ragblend.lab.bench import ttft
 from ragblend.lab.bench.common.configs import TtftConfig
@@ -37,6 +37,17 @@ def test_ttft_runs_every_mode_on_vllm():
     assert (cacheblend["rule"], chosen["rule"]) == ("cacheblend", "random")
     assert cacheblend["num_recomputed_tokens"] == chosen["num_recomputed_tokens"] == 3 * CHUNK // 4
     assert reuse["load_s"] > 0
+
+
+def test_the_gpu_benchmark_blends_with_weights_that_vllm_draws():
+    runs = list(gpu.vllm(gpu.CPU, 0, is_compiled=False))
+    cases = ("none", "none", "ask", "cacheblend")
+    assert [(run["tokens"], run["rule"]) for run in runs] == [(tokens, rule) for tokens in (256, 512) for rule in cases]
+    for full, reuse, *blends in (runs[:4], runs[4:]):
+        assert (full["mode"], full["speedup"], reuse["mode"]) == ("full", 1.0, "reuse")
+        assert reuse["load_s"] > 0
+        shares = [run["num_recomputed_tokens"] / full["tokens"] for run in blends]
+        assert shares == pytest.approx([0.05, 0.15], abs=0.005)
 
 
 def test_loading_in_vllm_comes_from_where_each_case_says(tmp_path):

@@ -86,16 +86,16 @@ def _measure(
     """Run every case once as a warm-up, then all cases in turns. Return the samples by case."""
     samples: dict[ModeAndRule, list[TtftSample]] = {case: [] for case in expand_cases(config.modes, config.rules)}
     for case in samples:
-        _sample(engine, prompts[0], case, config.ratio)
+        sample_ttft(engine, prompts[0], case, config.ratio)
     rounds = [prompt for _ in range(config.repeats) for prompt in prompts]
     for number, prompt in enumerate(rounds):
         on_progress("measure", number, len(rounds))
         for case in samples:
-            samples[case].append(_sample(engine, prompt, case, config.ratio))
+            samples[case].append(sample_ttft(engine, prompt, case, config.ratio))
     return samples
 
 
-def _sample(
+def sample_ttft(
     engine: TransformersEngine | VllmEngine, prompt: Prompt, case: ModeAndRule, ratio: float | None
 ) -> TtftSample:
     """Time one request for one token, so that nothing is decoded. The engine synchronizes the device."""

@@ -1,7 +1,8 @@
 """Stock vLLM with the ragblend connector, in this process, as the engine of a benchmark: `--backend vllm`.
 
-The weights are a checkpoint on disk, as vLLM requires; the paged KV is just large enough. "full" and "prefix" are
-vLLM's own prefill, without and with its prefix cache. Read `open_vllm` and `cache_first_chunks`.
+The weights are a checkpoint on disk, or drawn by vLLM (its option `load_format="dummy"`); the paged KV is just large
+enough. "full" and "prefix" are vLLM's own prefill, without and with its prefix cache. Read `open_vllm` and
+`cache_first_chunks`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.configs import PromptConfig
 from ragblend.lab.bench.common.hardware import hardware_card, package_version
 from ragblend.lab.bench.common.shapes import find_dtype, find_shape
-from ragblend.lab.bench.common.workloads import save_checkpoint, synthetic_tokenizer
+from ragblend.lab.bench.common.workloads import save_checkpoint, save_without_weights, synthetic_tokenizer
 from ragblend.options import ModelOptions
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import Prompt
@@ -62,7 +63,8 @@ def open_vllm(
     with tempfile.TemporaryDirectory(prefix="ragblend-bench-") as directory:
         if shape is not None:
             path = Path(directory) / shape
-            save_checkpoint(find_shape(shape), path, dtype)
+            drawn_by_vllm = config.vllm_options.get("load_format") == "dummy"
+            (save_without_weights if drawn_by_vllm else save_checkpoint)(find_shape(shape), path, dtype)
             checkpoint = find_checkpoint(str(path), ModelOptions(dtype=config.dtype))._replace(name=shape)
             vocab_size = find_shape(shape).vocab_size
         else:

@@ -69,11 +69,8 @@ def random_model(
     The weights are allocated once, without a copy in another dtype. Norm weights are 1, all others are normal with a
     standard deviation of 0.02. Equal arguments give equal weights.
     """
-    from transformers import AutoModelForCausalLM
-
     device, config = find_device(str(device)), model_config(shape)
-    with torch.device("meta"):  # no memory, no initialisation
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = _empty_model(config, dtype)  # without initialisation
     model.to_empty(device=device)
     model.tie_weights()
     # Rotary tables and Gemma's scale are buffers, not weights: `to_empty` leaves them without a value.
@@ -117,11 +114,38 @@ def save_checkpoint(shape: DecoderShape, path: Path, dtype: torch.dtype = torch.
 
     The model has no end token, so answers have the requested length.
     """
-    model = random_model(shape, dtype)
-    for config in (model.config, model.generation_config):
-        config.eos_token_id = config.bos_token_id = None
+    model = _without_end_token(random_model(shape, dtype))
     model.save_pretrained(path)
     synthetic_tokenizer(shape.vocab_size).save_pretrained(path)
+
+
+def save_without_weights(shape: DecoderShape, path: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write what `save_checkpoint` writes, with no number in the file of weights, for engines that draw weights.
+
+    The fingerprint is that of the config alone, so a store must not outlive the engine.
+    """
+    from safetensors.torch import save_file
+
+    model = _without_end_token(_empty_model(model_config(shape), dtype))
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(path)
+    model.generation_config.save_pretrained(path)
+    save_file({}, path / "model.safetensors", {"format": "pt"})
+    synthetic_tokenizer(shape.vocab_size).save_pretrained(path)
+
+
+def _without_end_token(model: Any) -> Any:
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.bos_token_id = None
+    return model
+
+
+def _empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """Return a causal LM that has no memory for its weights yet."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def make_prompts(
