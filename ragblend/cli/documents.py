@@ -206,7 +206,7 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
         return [], Removal(0, 0)
     else:
         with open_index(settings.store) as opened:
-            unfinished = find_indexed_documents(document, opened, disk, include_unfinished=True)
+            unfinished = find_indexed_documents(document, opened, disk)
     with ExitStack() as stack:
         has_kv = settings.is_served or disk.models()
         engine = stack.enter_context(open_document_engine(settings)) if has_kv else None

@@ -61,21 +61,17 @@ def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine) -> i
         ledger.set_facts({each: DocumentFacts() for each in documents if any(ledger.facts_of(each))})
 
 
-def find_indexed_documents(
-    name: str, index: ChunkIndex, store: KVStore | None = None, *, include_unfinished: bool = False
-) -> list[str]:
+def find_indexed_documents(name: str, index: ChunkIndex, store: KVStore | None = None) -> list[str]:
     """Return the sources of the indexed documents that `name` selects: a file, folder or record. See `match_sources`.
 
-    include_unfinished: also return removed documents whose KV is not completely deleted from `store`. Raises
-    NotFoundError if no document matches.
+    Removed documents whose KV is not completely deleted from `store` are among them. Raises NotFoundError if no
+    document matches.
     """
     file_of_source = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
-    sources = match_sources(name, file_of_source)
-    if include_unfinished:
-        pending = sorted(find_unfinished_removals(index, store))
-        sources += match_sources(name, [(source, source_path(source)) for source in pending])
+    pending = [(source, source_path(source)) for source in sorted(find_unfinished_removals(index, store))]
+    sources = match_sources(name, file_of_source) + match_sources(name, pending)
     if not sources:
-        if include_unfinished and not index.is_saved:  # a removal was killed before `save`
+        if not index.is_saved:  # a removal was killed before `save`
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend documents")
     return list(dict.fromkeys(sources))
