@@ -11,6 +11,8 @@ from ragblend.ingestion.documents import delete_precomputed
 from ragblend.precompute import ingest, precompute_documents
 
 BASALT, SLATE, CHALK = "Basalt is a volcanic rock.", "Slate splits into thin plates.", "Chalk is a soft limestone."
+
+
 @pytest.fixture
 def engine(tmp_path):
     with load_engine("demo", tmp_path / "store", on_miss="inline") as opened:
