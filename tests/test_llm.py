@@ -729,13 +729,3 @@ def test_import_without_the_framework_names_the_extra(framework, module, extra):
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert f"pip install 'ragblend[{extra}]'" in shown
-
-
-def test_the_answer_cache_saves_the_second_call():
-    for kind in (ChatBlend, BlendLLM):
-        llm, engine = scripted(kind, permits=99, cache=InMemoryCache())
-        first, second = llm.invoke("Q"), llm.invoke("Q")
-        assert getattr(first, "content", first) == getattr(second, "content", second)
-        assert len(engine.prompts) == 1
-        kind(engine=engine, cache=llm.cache, recompute_ratio=0.5).invoke("Q")
-        assert len(engine.prompts) == 2

@@ -208,13 +208,6 @@ def chunks(corpus, tmp_path):
         return list(index.chunks())
 
 
-def test_ingestion_stores_in_the_dtype_that_is_asked_for(corpus, tmp_path):
-    with load_engine("demo", tmp_path / "kv", kv_dtype="int8") as engine:
-        report = run(corpus, engine, tmp_path)
-        assert stored_dtypes(tmp_path / "kv") == {"int8"}
-        assert report.new_kv_bytes == sum(engine.store.get(key).nbytes for key in engine.store.keys())  # noqa: SIM118
-
-
 def test_ingesting_again_in_another_dtype_keeps_what_is_stored_and_says_so(chunks, tmp_path, monkeypatch):
     for first, second, said in (("auto", "int8", True), ("int8", "auto", False), ("fp8", "int8", True)):
         place, lines = tmp_path / f"{first}-{second}", []

@@ -87,35 +87,12 @@ def test_a_document_that_comes_again_under_its_id_replaces_what_it_was(chat):
     assert known(chat, A, B) == [False, False]
 
 
-def test_precomputed_documents_with_ids_follow_too(chat):
-    precompute_documents([Document(A, id="1"), Document(B)], chat)
-    precompute_documents([Document("Its keeper is Ada.", id="1")], chat)
-    assert known(chat, A, B) == [False, True]
-    precompute_documents([Document(B, id="1")], chat)
-    precompute_documents([Document(A, id="1")], chat)
-    assert known(chat, A, B) == [True, True], "that without an id has it still"
-
-
 def test_documents_that_are_replaced_together_leave_no_kv_of_their_former_text(store, chat):
     store.add_texts([A, A], ids=["1", "2"])
     store.add_texts([B, B], ids=["1", "2"])
     assert known(chat, A, B) == [False, True]
     store.delete(["1", "2"])
     assert known(chat, A, B) == [False, False]
-
-
-def test_collections_and_ingested_files_keep_the_texts_that_another_store_deletes(store, chat, tmp_path):
-    other = BlendVectorStore(InMemoryVectorStore(DeterministicFakeEmbedding(size=64)), llm=chat, collection="faq")
-    store.add_texts([A], ids=["0"])
-    other.add_texts([B], ids=["0"])
-    assert known(chat, A, B) == [True, True]
-    with open_index(tmp_path / "index", HashingEmbedder(), create=True) as opened:
-        (tmp_path / "a.txt").write_text(A)
-        ingest(tmp_path / "a.txt", chat.engine, opened)
-    store.delete(["0"])
-    assert known(chat, A, B) == [True, True], "the file has it still"
-    other.delete(["0"])
-    assert known(chat, A, B) == [True, False]
 
 
 def test_two_stores_with_equal_ids_keep_the_kv_of_both(chat, tmp_path):
@@ -255,14 +232,6 @@ def test_langchains_indexing_api(store, chat):
     assert known(chat, A, B) == [True, True]
     assert index(documents[1:], records, store, **options)["num_deleted"] == 1
     assert known(chat, A, B) == [False, True]
-
-
-def test_from_texts(chat, tmp_path):
-    embedding = DeterministicFakeEmbedding(size=8)
-    store = BlendVectorStore.from_texts([A], embedding, path=tmp_path, llm=chat)
-    assert known(chat, A) == [True]
-    assert [document.page_content for document in store.similarity_search(A)] == [A]
-    store.index.close()
 
 
 # --- our index as a vector store --------------------------------------------------------------------------------------

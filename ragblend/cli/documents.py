@@ -160,9 +160,9 @@ def documents(settings: Settings, json_: JsonOption = False) -> None:
     else:
         disk = DiskStore(settings.store, create=False, kv_dir=settings.kv_dir, catalog=settings.catalog)
         with open_store_ledgers(disk) as ledgers:
-            listing = describe_documents(list_documents(*ledgers), disk, *ledgers)
-        listed = [asdict(each) for each in listing.documents]
-        others = set(disk.keys()) - listing.entries
+            described, entries = describe_documents(list_documents(*ledgers), disk, *ledgers)
+        listed = [asdict(each) for each in described]
+        others = set(disk.keys()) - entries
         unowned = [key for key in others if (header := disk.header(key)) is not None and header.prefix_ids]
     text = "\n".join(_document_lines(listed))
     if unowned:
@@ -206,7 +206,7 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
         return [], Removal(0, 0)
     else:
         with open_index(settings.store) as opened:
-            unfinished = find_indexed_documents(document, opened, disk, include_unfinished=True)
+            unfinished = find_indexed_documents(document, opened, disk)
     with ExitStack() as stack:
         has_kv = settings.is_served or disk.models()
         engine = stack.enter_context(open_document_engine(settings)) if has_kv else None

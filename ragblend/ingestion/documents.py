@@ -61,21 +61,17 @@ def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine) -> i
         ledger.set_facts({each: DocumentFacts() for each in documents if any(ledger.facts_of(each))})
 
 
-def find_indexed_documents(
-    name: str, index: ChunkIndex, store: KVStore | None = None, *, include_unfinished: bool = False
-) -> list[str]:
+def find_indexed_documents(name: str, index: ChunkIndex, store: KVStore | None = None) -> list[str]:
     """Return the sources of the indexed documents that `name` selects: a file, folder or record. See `match_sources`.
 
-    include_unfinished: also return removed documents whose KV is not completely deleted from `store`. Raises
-    NotFoundError if no document matches.
+    Removed documents whose KV is not completely deleted from `store` are among them. Raises NotFoundError if no
+    document matches.
     """
     file_of_source = [(source, file) for file, sources in index.content_hashes_by_file().items() for source in sources]
-    sources = match_sources(name, file_of_source)
-    if include_unfinished:
-        pending = sorted(find_unfinished_removals(index, store))
-        sources += match_sources(name, [(source, source_path(source)) for source in pending])
+    pending = [(source, source_path(source)) for source in sorted(find_unfinished_removals(index, store))]
+    sources = match_sources(name, file_of_source) + match_sources(name, pending)
     if not sources:
-        if include_unfinished and not index.is_saved:  # a removal was killed before `save`
+        if not index.is_saved:  # a removal was killed before `save`
             index.save()
         raise NotFoundError(f"the index has no document {name!r}, and none below it; list them: ragblend documents")
     return list(dict.fromkeys(sources))
@@ -228,17 +224,13 @@ class DocumentDetails:
     text: str
 
 
-class StoreListing(NamedTuple):
-    """Documents of a store, and the keys of the entries that they have on the disk."""
-
-    documents: list[DocumentDetails]
-    entries: set[str]
-
-
 def describe_documents(
     documents: Iterable[StoredDocument], disk: DiskStore | None, ledger: Ledger, folder: Ledger
-) -> StoreListing:
-    """Return the details of documents that `list_documents` returned. Loads no model and no tokenizer."""
+) -> tuple[list[DocumentDetails], set[str]]:
+    """Return the details of documents that `list_documents` returned, and the keys of their entries on the disk.
+
+    Loads no model and no tokenizer.
+    """
     with_keys = [(each, find_text_keys(each, ledger, folder)) for each in documents]
     wanted: dict[str, set[bytes]] = {}
     for each, keys in with_keys:
@@ -251,7 +243,7 @@ def describe_documents(
         for key, entries in ledger.entries_of_texts(keys, namespace).items():
             sizes = {entry: disk.file_bytes(entry) for entry in entries} if disk is not None else {}
             sizes_of[namespace, key] = {entry: nbytes for entry, nbytes in sizes.items() if nbytes}
-    listing = StoreListing([], {entry for sizes in sizes_of.values() for entry in sizes})
+    described: list[DocumentDetails] = []
     for each, keys in with_keys:
         collection, document_id, namespace = each.key
         sizes_of_texts = [sizes_of[namespace, key] for key in keys]
@@ -264,5 +256,5 @@ def describe_documents(
         if not reason and (num_short := len(short[namespace] & keys)):
             reason = f"{num_short} of {len(keys)} chunks have fewer than {WINDOW} tokens; prompts do not reuse them"
         details: Any = (each.source, each.num_chunks, kv_bytes, state, reason, text)
-        listing.documents.append(DocumentDetails(collection, document_id, namespace, *details))
-    return listing
+        described.append(DocumentDetails(collection, document_id, namespace, *details))
+    return described, {entry for sizes in sizes_of.values() for entry in sizes}

@@ -211,9 +211,9 @@ class DocumentIngester:
         engine = self._engine(namespace)
         with open_store_ledgers(engine.store) as ledgers:
             documents = list_documents(*ledgers, namespace, collection, after=after, limit=limit + 1)
-            listing = describe_documents(documents[:limit], engine.store.find_tier(DiskStore), *ledgers)
+            described, _ = describe_documents(documents[:limit], engine.store.find_tier(DiskStore), *ledgers)
         cursor = json.dumps(documents[limit - 1].key[:2]) if len(documents) > limit else ""
-        return {"documents": [asdict(each) for each in listing.documents], "next": cursor}
+        return {"documents": [asdict(each) for each in described], "next": cursor}
 
     def get(self, namespace: str, collection: str, document_id: str) -> dict[str, Any]:
         """Return the `requests.DocumentStatus` of a document. Raises NotFoundError without such a document."""

@@ -16,7 +16,7 @@ from ragblend.errors import CorruptError, StoreMismatchError
 from ragblend.files.store_folder import CATALOG_FILE
 
 LONG = "This text is longer than an anchor, by far."
-DOC, FIRST, SECOND = DocumentKey("notes", "doc"), DocumentKey("notes", "first"), DocumentKey("notes", "second")
+DOC = DocumentKey("notes", "doc")
 
 
 @pytest.fixture
@@ -28,61 +28,6 @@ def test_add_counts_new_texts_and_compares_them_stripped(ledger):
     assert ledger.add_texts({DOC: {LONG: 0, f"  {LONG}\n": 0, "short": 0, "": 0, "  \n": 0}}) == 2
     assert ledger.add_texts({DOC: {LONG: 0}}) == 0
     assert list(ledger.texts()) == [LONG, "short"]
-
-
-def test_a_text_stays_until_the_last_document_that_has_it_releases_it(ledger):
-    ledger.add_texts({FIRST: {LONG: 0, "both": 0, "index": 0}})
-    ledger.add_texts({DOC: {LONG: 0, " both\n": 0, "doc": 0}})
-    assert ledger.remove_texts({DOC: []}, "") == []
-    assert ledger.texts_of(DOC) == {LONG, "both", "doc"}
-    assert ledger.remove_texts({FIRST: [LONG, "index", "unknown"]}, "") == ["index", "unknown"]
-    assert set(ledger.texts()) == {LONG, "both", "doc"}
-    assert ledger.remove_texts({DOC: [LONG, " doc"]}, "") == [LONG, "doc"]
-    assert ledger.remove_texts({FIRST: ["both"], DOC: ["both"]}, "") == ["both"]
-    assert ledger.remove_texts({FIRST: ["both"]}, "") == ["both"], "it has no owner"
-    assert list(ledger.texts()) == []
-
-
-def test_a_text_that_two_documents_release_together_is_released(ledger):
-    ledger.add_texts({FIRST: {LONG: 0, "other": 0}})
-    ledger.add_texts({SECOND: {LONG: 0, "other": 0}})
-    assert ledger.remove_texts({FIRST: ["other"]}, "") == []
-    assert ledger.remove_texts({FIRST: [LONG], SECOND: [LONG]}, "") == [LONG]
-
-
-def test_a_text_of_another_namespace_is_released_in_this_one(ledger):
-    mine, other = DocumentKey("notes", "1", "mine"), DocumentKey("notes", "1", "other")
-    for name in (mine, other):
-        ledger.add_texts({name: {LONG: 0, "short": 0}})
-        ledger.add_ids([(LONG, range(9)), ("short", range(8))], "t", name.namespace)
-    ledger.add_texts({DocumentKey("index:1"): {"short": 0}})
-    assert ledger.find_unowned_texts([LONG, "short"], "mine") == []
-    assert ledger.remove_texts({mine: [LONG, "short"]}, "mine") == [LONG], "an index has the other"
-    assert ledger.find_unowned_texts([LONG, "short"], "mine") == [LONG]
-    assert ledger.texts_of(other) == {LONG, "short"}
-    assert [ledger.has_ids(LONG, "t", namespace) for namespace in ("mine", "other")] == [False, True]
-    assert ledger.has_ids("short", "t", "mine")
-
-
-def test_lone_surrogates_are_skipped_not_fatal(ledger):
-    assert ledger.add_texts({DOC: {"\ud800 is half a character": 0, LONG: 0}}) == 1
-
-
-def test_texts_survive_closing_and_reopening(tmp_path):
-    path = tmp_path / "deep" / CATALOG_FILE
-    with Ledger(path) as ledger:
-        ledger.add_texts({DOC: {LONG: 0}})
-    assert list(ledger.texts()) == [LONG]  # using a closed one opens it again
-    assert list(Ledger(path).texts()) == [LONG]
-
-
-def test_another_connection_sees_additions_and_removals_at_once(kept_place):
-    one, other = Ledger(kept_place), Ledger(kept_place)
-    one.add_texts({DOC: {"first text of the first ledger": 0}})
-    assert len({*other.texts()}) == 1
-    other.add_texts({DOC: {"second text, of the other one": 0}})
-    one.remove_texts({DOC: ["first text of the first ledger"]}, "")
-    assert list(one.texts()) == list(other.texts()) == ["second text, of the other one"]
 
 
 def test_processes_that_write_at_the_same_time_exclude_each_other(kept_place):
@@ -111,13 +56,6 @@ def test_threads_share_a_registry(ledger):
 
     run_threads(4, work)
     assert len({*ledger.texts()}) == 80
-
-
-def test_damaged_file_is_corrupt(tmp_path):
-    path = tmp_path / "r"
-    path.write_bytes(b"not a database at all, but long enough to be read as one" * 20)
-    with pytest.raises(CorruptError, match=r"Repair it: ragblend verify --repair.*or delete "):
-        Ledger(path)
 
 
 def test_another_database_is_refused(tmp_path):

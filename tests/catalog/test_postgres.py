@@ -91,16 +91,6 @@ def test_the_version_changes_with_every_commit_and_with_nothing_else(shared_cata
     assert (one.change_counter(), list(one.texts())) == (versions[-1], [])
 
 
-def test_a_catalogue_is_made_by_one_of_the_processes_that_open_it(shared_catalog):
-    code = (
-        "import sys; from ragblend.catalog.ledger import Ledger; from ragblend.catalog.schema import *\n"
-        "Ledger(sys.argv[1]).add_texts({DocumentKey('notes', '1'): {sys.argv[2]: 0}})"
-    )
-    running = [subprocess.Popen([sys.executable, "-c", code, shared_catalog, str(n)]) for n in range(4)]
-    assert [process.wait(60) for process in running] == [0] * 4
-    assert len({*Ledger(shared_catalog).texts()}) == 4
-
-
 def test_a_killed_writer_leaves_nothing_half_written_and_no_lock(shared_catalog):
     ledger = Ledger(shared_catalog)
     code = (

@@ -63,15 +63,6 @@ def test_no_text_is_printed_unless_requested(run):
     assert "lease" in run("analyze", "a.jsonl", "--show-texts")[1]
 
 
-def test_lines_without_a_request_are_named_and_the_rest_is_analysed(run):
-    with Path("b.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"messages": [\n' + json.dumps({"messages": 7}) + "\n{}\n")
-    facts = run.facts("analyze", "b.jsonl")
-    assert (facts["num_requests"], facts["num_skipped"]) == (30, 3)
-    assert facts["skipped"][0].startswith("b.jsonl:31: no JSON")
-    assert "3 lines have no request: b.jsonl:31" in run("analyze", "b.jsonl")[1]
-
-
 def test_a_profile_gives_seconds(run):
     profile = MachineProfile(
         "f", {"ranks": 1}, num_layers=32, bytes_per_token=1 << 17, prefill_s=((100.0, 0.1), (1000.0, 1.5)),

@@ -20,7 +20,7 @@ from commands import INGEST, PLACE
 from langchain_core.documents import Document
 from servers import RedisServer, running_redis
 
-from ragblend import __version__, load_engine, open_index
+from ragblend import __version__, load_engine
 from ragblend.cli import app as cli
 from ragblend.cli import printing
 from ragblend.cli.options import parse_workers
@@ -81,15 +81,6 @@ def test_ask_streams_in_a_terminal(run, questions, monkeypatch, is_terminal):
     monkeypatch.setattr("builtins.print", lambda *text, end="\n", **more: pieces.append(end))
     run("ask", questions[0]["question"], "-k", "2", "--max-tokens", "8", *PLACE)
     assert ("" in pieces) is is_terminal
-
-
-def test_ingest_again_changes_nothing_and_reports_the_size_of_the_store(run):
-    run(*INGEST, *PLACE)  # the files are copies of the ingested ones, so they are read again
-    report = run.facts(*INGEST, *PLACE)
-    assert (report["num_new_kv"], report["num_unchanged"]) == (0, report["num_documents"])
-    assert report["num_tokens"] > 0
-    assert report["store_bytes"] > report["num_tokens"] * report["bytes_per_token"]
-    assert "per token" in run(*INGEST, *PLACE)[1]
 
 
 def test_search_and_stats_describe_the_index(run, questions):
@@ -271,13 +262,6 @@ def test_what_an_ingestion_evicts_is_in_its_report_the_log_and_stats(run, monkey
     assert facts["num_evicted_kv"] == report["num_evicted_kv"] == report["num_new_kv"] - facts["num_stored_kv"]
     assert caplog.text.count("has reached its budget of") == 1
     assert f"{report['num_evicted_kv']} ingested KV caches evicted" in run("stats", *options)[1]
-
-
-def test_remove_loads_no_weights(run, monkeypatch):
-    monkeypatch.setattr("ragblend.engine.transformers.model.load_model", None)
-    source = run.facts("stats", *PLACE)["sources"][0]
-    facts = run.facts("remove", source, *PLACE)
-    assert facts["num_kv"] == facts["num_chunks"] > 0
 
 
 def test_a_remote_tier_answers_without_a_local_store(run, tmp_path, questions):
@@ -500,16 +484,6 @@ def test_remove_counts_both_variants_and_leaves_those_of_other_documents(docs, r
     assert run.facts(*ingest)["num_new_kv"] == 0
 
 
-def test_remove_counts_both_variants_of_a_framework_s_document(home, run, tmp_path):
-    place = ("--store", str(tmp_path / "added"))
-    with load_engine("demo", place[1], context="neutral") as engine:
-        texts = ("Alice Kern works for Nexon.", "Bob Stahl works for Nexon.")
-        precompute_documents([Document(text, id=text[:3]) for text in texts], engine)
-        num_stored = len(list(engine.store.keys()))
-    code, out, _ = run("remove", "Ali", *place)
-    assert (code, num_stored, "1 chunk and 2 KV caches removed" in out) == (0, 4, True)
-
-
 def test_progress_lines_name_model_loading_and_then_each_step(docs, run, monkeypatch):
     monkeypatch.setattr(printing, "progress_lines", partial(printing.progress_lines, every_s=0.001))
     _, _, err = run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)
@@ -517,17 +491,6 @@ def test_progress_lines_name_model_loading_and_then_each_step(docs, run, monkeyp
     assert "working" not in err
     _, _, err = run("ask", "Who plays chess?", *SHORT, *PLACE)
     assert err.index("loading the model: ") < err.index("answering: 0 s")
-
-
-def test_gc_of_orphans_lists_what_it_deletes(docs, run):
-    assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
-    with open_index(docs.parent / "s") as index:
-        index.clear()
-    (docs / "a.md").unlink()
-    assert run("ingest", "docs", "--model", "demo", "--embedder", "hashing", *PLACE)[0] == 0
-    out = run("gc", "--orphans", "--dry-run", *PLACE)[1]
-    assert "1 KV cache," in out
-    assert len(run.facts("gc", "--orphans", *PLACE)["evicted"]) == 1
 
 
 def test_the_documents_of_a_store_belong_to_one_namespace(docs, run):

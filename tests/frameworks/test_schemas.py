@@ -85,7 +85,6 @@ def build(kind: Kind) -> None:
 
 OBJECT = {"type": "object", "properties": {"kind": {"enum": ["round", "square"]}}, "required": ["kind"]}
 REFERENCE = {"$ref": "#/$defs/tower", "$defs": {"tower": OBJECT}}
-ALTERNATIVES = {"anyOf": [OBJECT, REFERENCE["$defs"]["tower"]]}  # type: ignore[index]
 NO_SCHEMAS = [
     *(Color, Plain, int, str, bool, float, list, dict, type(None), BaseModel, Odd),
     *(list[int], dict[str, int], Literal["a"], Tower | None, Any),

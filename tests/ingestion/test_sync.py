@@ -33,7 +33,7 @@ from ragblend.index import ChunkIndex, open_index
 from ragblend.ingestion.documents import find_indexed_documents, remove_indexed_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.operations.maintenance import collect_garbage, verify_and_quarantine
-from ragblend.precompute import ingest, open_engine_index, precompute_documents
+from ragblend.precompute import ingest, open_engine_index
 
 FOX, KERN, BELL = "Bob Fox lives in Norburg.", "Alice Kern works for Nexon.", "James Bell plays chess."
 
@@ -170,16 +170,6 @@ def test_a_deleted_file_and_an_earlier_copy_are_no_rename(corpus):
     assert corpus.ingest().renamed == {}, "the copied file is still there, and the other has other bytes"
     (corpus.docs / "a.txt").unlink()
     assert corpus.ingest().renamed == {}, "the copy was there before"
-
-
-def test_the_last_file_that_goes_empties_the_index(corpus):
-    corpus.write(a_txt=FOX)
-    corpus.ingest()
-    (corpus.docs / "a.txt").unlink()
-    assert corpus.ingest().removed == [f"{corpus.docs}/a.txt"]
-    assert corpus.texts() == set()
-    with pytest.raises(EmptyCorpusError, match="no documents that match"):
-        corpus.ingest()
 
 
 def test_not_a_word_of_it_is_left_in_any_file(corpus):
@@ -488,18 +478,6 @@ def test_gc_of_orphans_takes_kv_and_ids_and_nothing_else(corpus):
         assert set(ledger.texts()) == {chunk.text.strip() for chunk in corpus.index.chunks()}
     known = corpus.engine.known_chunks
     assert [text in known for text in ("An orphan.", "Another.", BELL)] == [False, False, True]
-
-
-def test_a_text_shared_with_a_frameworks_document_outlives_the_index(corpus):
-    documents = pytest.importorskip("langchain_core.documents")
-    corpus.write(a_txt=FOX, b_txt=KERN)
-    corpus.ingest()
-    precompute_documents([documents.Document(FOX, id="7")], corpus.engine)
-    (corpus.docs / "a.txt").unlink()
-    corpus.ingest()
-    assert corpus.engine.is_stored(Chunk(FOX))
-    precompute_documents([documents.Document(BELL, id="7")], corpus.engine)
-    assert [corpus.engine.is_stored(Chunk(text)) for text in (FOX, KERN, BELL)] == [False, True, True]
 
 
 # --- how documents are cut and embedded ---

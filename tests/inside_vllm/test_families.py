@@ -26,7 +26,6 @@ from ragblend.engine.vllm.worker_side.decoder import TransformersDecoder
 from ragblend.errors import UnsupportedModelError
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48}
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GRANITE = FAMILIES["granite"][1]
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": None}),

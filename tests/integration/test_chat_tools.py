@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from enum import Enum
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import jsonschema
 import pytest
@@ -15,7 +15,6 @@ from langchain.agents import create_agent
 from langchain.agents.middleware import wrap_model_call
 from langchain.agents.structured_output import AutoStrategy, ProviderStrategy, ToolStrategy
 from langchain_core.documents import Document
-from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.tools import tool
 from pydantic import BaseModel, Field
@@ -54,13 +53,6 @@ class Branch(BaseModel):
     left: Branch | None
 
 
-class TowerDict(TypedDict):
-    """A lighthouse."""
-
-    kind: Literal["round", "square"]
-    steps: Annotated[bool, ..., "Whether it has steps"]
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"kind": {"enum": ["round", "square"]}, "old": {"type": "boolean"}},
@@ -89,18 +81,12 @@ def chat(chat_engine):
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-@pytest.mark.parametrize("schema", [Tower, Branch, TowerDict, SCHEMA])  # a JSON schema needs no title
-def test_a_class_comes_back_as_one_and_dicts_as_dicts(chat, schema, method):
+@pytest.mark.parametrize("schema", [Tower, Branch])  # tests/frameworks/test_schemas.py has the other kinds of schema
+def test_a_class_of_several_levels_comes_back_as_one(chat, schema, method):
     # LangChain's strict form leaves open what refers to itself.
     for seed, strict in enumerate((None, False, None if schema is Branch else True)):
         held = chat.with_structured_output(schema, method=method, strict=strict)
-        found = held.bind(temperature=1.0, seed=seed).invoke("Which tower?")
-        if schema is SCHEMA:
-            jsonschema.validate(found, SCHEMA)
-        elif schema is TowerDict:
-            assert (set(found), found["kind"] in ("round", "square")) == ({"kind", "steps"}, True)
-        else:
-            assert isinstance(found, schema)
+        assert isinstance(held.bind(temperature=1.0, seed=seed).invoke("Which tower?"), schema)
 
 
 def test_a_schema_may_refer_to_itself_and_hold_any_letters(chat):
@@ -135,18 +121,13 @@ async def test_schemas_stream_batch_and_await(chat, schema):
     assert held.batch(["Which?", "Which?"]) == [whole, whole]
 
 
-def test_raw_answers_come_with_what_was_parsed_or_why_not(chat):
+def test_raw_answers_come_with_what_was_parsed(chat):
     for method in ("json_schema", "function_calling"):
         held = chat.with_structured_output(Tower, method=method, include_raw=True)
         found = held.invoke("Which tower?")
         assert isinstance(found["raw"], AIMessage)
         assert isinstance(found["parsed"], Tower)
         assert found["parsing_error"] is None
-    short = ChatBlend(engine=chat.engine, max_tokens=3)
-    cut = short.with_structured_output(Tower, include_raw=True).invoke("Which tower?")
-    assert cut["raw"].response_metadata["finish_reason"] == "length"
-    assert cut["parsed"] is None
-    assert isinstance(cut["parsing_error"], OutputParserException)
 
 
 def test_a_called_tool_leaves_nothing_to_parse(chat):

@@ -35,7 +35,6 @@ from ragblend.errors import UsageError
 from ragblend.lab.calibrate import (
     CalibrationRun,
     calibrate,
-    check_target,
     fit_all,
     fit_ratio,
     generate_questions,
@@ -83,19 +82,6 @@ def test_the_least_number_of_questions_is_enough_with_full_agreement(target):
     num = min_questions(target)
     assert lower(num, num) >= target - 1e-5
     assert num == 1 or lower(num - 1, num - 1) < target + 1e-5
-
-
-@pytest.mark.parametrize(("target", "num", "said"), [(0.98, 60, "189"), (0.98, 188, "189"), (0.9, 34, "35")])
-def test_too_few_questions_for_a_target_are_an_error_with_a_number(target, num, said):
-    with pytest.raises(UsageError, match=rf"^{num} questions are too few.* needs {said};"):
-        check_target(target, num)
-    check_target(target, int(said))
-
-
-@pytest.mark.parametrize("wrong", [0.0, 1.0, 1.2, float("nan")])
-def test_a_target_that_cannot_be_is_refused(wrong):
-    with pytest.raises(UsageError, match="target"):
-        check_target(wrong, 10**6)
 
 
 # -- the target

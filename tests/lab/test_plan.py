@@ -42,7 +42,6 @@ from ragblend.lab.plan import PromptSpec, Storage, always, blended_s, pays_from_
 from ragblend.options import ModelOptions
 
 ROOT = Path(__file__).parents[2]
-BF16 = ModelOptions(dtype="bfloat16")
 
 
 def save_config(folder: Path, shape: str) -> Path:

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 from ragblend.engine.fusion.self_check import self_check
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.engine.transformers.layers import TransformersLayers
-from ragblend.errors import UsageError
-from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape, find_dtype, find_shape
+from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape, find_shape
 from ragblend.lab.bench.common.workloads import (
     PREFIX_TOKENS,
     engine_for,
@@ -102,10 +101,3 @@ def test_the_fingerprint_depends_on_shape_seed_and_dtype():
 
     assert mark() == mark()
     assert len({mark(), mark(seed=1), mark(torch.bfloat16)}) == 3
-
-
-def test_an_unknown_shape_or_dtype_is_refused_with_those_there_are():
-    with pytest.raises(UsageError, match="llama-200m"):
-        find_shape("llama-400b")
-    with pytest.raises(UsageError, match="bfloat16"):
-        find_dtype("int3")

@@ -35,12 +35,6 @@ def test_lru_is_what_stack_distances_give(found, capacity):
     assert lru_hit_tokens(found, capacity) == hits_by_stack_distance(found, capacity)
 
 
-@given(some_uses())
-def test_a_store_with_room_for_all_finds_every_second_use(found):
-    again = sum(int(found.sizes[chunk]) for chunk in found.chunks) - int(found.sizes[np.unique(found.chunks)].sum())
-    assert lru_hit_tokens(found, int(found.sizes.sum())) == again
-
-
 def ids(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int32)
 

@@ -14,7 +14,6 @@ import pytest
 from generated_traffic import KINDS, Generated
 
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.errors import EmptyCorpusError
 from ragblend.lab.traffic.analysis import analyze
 from ragblend.lab.traffic.cost_model import blending_verdict, mean_work_by_mode
 from ragblend.lab.traffic.passages import LEAST
@@ -112,14 +111,6 @@ def test_a_listed_chunk_is_at_least_a_passage_of_one_request(tmp_path, label):
     for chunk in found["chunks"]:
         assert chunk["tokens"] >= LEAST
         assert any(chunk["text"] in prompt for prompt in prompts), chunk["text"]
-
-
-def test_a_log_without_requests_is_an_error_with_the_number_of_lines(tmp_path):
-    (tmp_path / "broken").write_text('{"messages": [\n')
-    with pytest.raises(EmptyCorpusError, match="3 lines hold none"):
-        analyze(
-            [write(tmp_path / "log", [{"level": "info"}, {"messages": []}]), tmp_path / "broken"], EstimatingTokenizer()
-        )
 
 
 # -- what is saved
