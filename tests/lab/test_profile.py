@@ -160,7 +160,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capsys):
     assert run_command("profile", *sizes, "--repeats", "1", *place, "--json") == 0
     file.write_text(capsys.readouterr().out)
     measured = json.loads(file.read_text())
-    assert measured["profile_version"] == 2
+    assert measured["profile_version"] == 3
     storages = ("--storage", "disk::0.08", "--storage", "ram:50:3", "--storage", "tape:0.0000001:0.001")
     command = ("plan", "--profile", str(file), *sizes)
     assert run_command(*command, *storages, "--json") == 0

@@ -7,9 +7,10 @@ share between threads: one thread runs the model, and concurrent answers are dec
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any, Unpack, get_args
 
 import torch
@@ -67,6 +68,8 @@ class TransformersEngine(BlendingEngine):
     """
 
     calibrations: CalibrationCache
+    measure_machine: Callable[[], MachineProfile | None] | None = None
+    """Measures the machine, before the first request that its profile may decide. None: it is not measured."""
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class TransformersEngine(BlendingEngine):
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         self.context_length, self.max_num_seqs = layers.context_length, self.loop.max_num_seqs
+        self._measuring = Lock()
         store.watch_deletions()
         if (memory := store.find_tier(MemoryStore)) is not None:
             memory.page_locked = layers.device.type == "cuda"
@@ -260,6 +264,15 @@ class TransformersEngine(BlendingEngine):
             if generation_options.structured_outputs is not None
             else None,
         )
+
+    def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
+        """Measure the machine if `measure_machine` is to and has not yet. Then prepare the prefill (`blend`)."""
+        if self.measure_machine is not None and request.is_adapted and request.prompt.runs:
+            with self._measuring:  # requests that come meanwhile wait
+                if self.measure_machine is not None:
+                    self.machine = self.loop.call(self.measure_machine)
+                    self.measure_machine = None
+        return super().prepare_prefill(request)
 
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor:
         """Run `tokens` through the model and add their KV to `fused`. Return the next token's logits [vocabulary]."""
