@@ -1,7 +1,7 @@
 """Time to first token of requests that name no ratio, beside full prefill: no median may be above 1.05 times.
 
-    python -m benchmarks.never_slower --out data/results/never-slower.json
-    .venv-vllm/bin/python -m benchmarks.never_slower --engine vllm --out data/results/never-slower.json
+    python -m benchmarks.never_slower --out FILE.json
+    .venv-vllm/bin/python -m benchmarks.never_slower --engine vllm --out FILE.json
 
 The second command adds vLLM's runs to the file. A model of random weights, prompts of 200 to 4,000 tokens whose chunks
 are all stored, and four machines: KV in memory, KV on the disk, a disk that takes ten times as long as full prefill,

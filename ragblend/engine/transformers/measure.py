@@ -11,7 +11,6 @@ import torch
 
 from ragblend.engine.generation import EngineRequest
 from ragblend.engine.store.disk import DiskStore
-from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.tuning.brief_profile import (
@@ -47,7 +46,8 @@ def measure_engine(engine: TransformersEngine, seconds: float = MEASURE_S) -> Ma
                 _TimedEngine(subject),
                 fingerprint=engine.fingerprint,
                 hardware=machine_facts(engine.layers.device),
-                bytes_per_token=engine.bytes_per_token,
+                spec=engine.shape,
+                kv_dtype=engine.store.kv_dtype,
                 disk_dir=None if disk is None else disk.kv_dir,
                 seconds=seconds,
             )
@@ -78,7 +78,7 @@ class _TimedEngine:
 
     def __init__(self, engine: TransformersEngine) -> None:
         self._engine = engine
-        self.num_layers, self.longest_tokens = engine.layers.num_layers, engine.context_length
+        self.longest_tokens = engine.context_length
         made = random_prompts(COUNTS, CHUNK_TOKENS, engine.layers.config.vocab_size, engine.default_prefix_ids)
         self._chunks, self._prompts = made[0], dict(zip(COUNTS, made[1], strict=True))
 
@@ -88,13 +88,9 @@ class _TimedEngine:
     def full_prefill_s(self, num_chunks: int) -> float:
         return time_prefill(self._engine, self._prompts[num_chunks], "full", "auto", 1.0)
 
-    def store_chunks(self, num_chunks: int) -> Sequence[MemoryKV]:
-        store, stored = self._engine.store, []
+    def store_chunks(self, num_chunks: int) -> None:
         for chunk in self._chunks[:num_chunks]:
             self._engine.precompute_ids(chunk)
-            if (kv := store.get(self._engine.key_of_ids(chunk))) is not None:
-                stored.append(load_into_memory(kv))
-        return stored
 
     def blend_s(self, num_chunks: int, rule: str, ratio: float) -> float:
         return time_prefill(self._engine, self._prompts[num_chunks], "blend", rule, ratio)

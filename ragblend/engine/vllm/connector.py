@@ -215,7 +215,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 store,
                 fingerprint=fingerprint,
                 hardware=machine_facts_of(self._vllm_config),
-                bytes_per_token=spec.bytes_per_token(store.kv_dtype),
+                spec=spec,
                 vocab_size=model_config.get_vocab_size(),
                 num_blocks=blocks,
                 context_length=model_config.max_model_len,

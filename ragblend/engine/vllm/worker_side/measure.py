@@ -16,7 +16,7 @@ import torch
 
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import key_from_header
-from ragblend.engine.store.format.kv import KVHeader, MemoryKV, dtype_name
+from ragblend.engine.store.format.kv import KVHeader, KVSpec, MemoryKV, dtype_name
 from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.tiered import TieredStore
 from ragblend.engine.tuning.brief_profile import (
@@ -50,7 +50,7 @@ def measure_at_start(
     *,
     fingerprint: str,
     hardware: dict[str, Any],
-    bytes_per_token: int,
+    spec: KVSpec,
     vocab_size: int,
     num_blocks: int,
     context_length: int,
@@ -72,7 +72,8 @@ def measure_at_start(
             model,
             fingerprint=fingerprint,
             hardware=hardware,
-            bytes_per_token=bytes_per_token,
+            spec=spec,
+            kv_dtype=store.kv_dtype,
             disk_dir=disk.kv_dir,
             seconds=seconds,
         )
@@ -89,7 +90,7 @@ class _TimedWorker:
     """`TimedModel` of a worker's layers over an idle paged cache."""
 
     def __init__(self, layers: VllmLayers, vocab_size: int, longest_tokens: int) -> None:
-        self.num_layers, self.longest_tokens = layers.num_layers, longest_tokens
+        self.longest_tokens = longest_tokens
         self._layers = layers
         self._chunks = [random_ids(CHUNK_TOKENS, vocab_size, number + 1) for number in range(COUNTS[-1])]
         self._question = random_ids(QUESTION_TOKENS, vocab_size)
@@ -102,15 +103,13 @@ class _TimedWorker:
     def full_prefill_s(self, num_chunks: int) -> float:
         return self._forward_s(self._ids(num_chunks), 0)
 
-    def store_chunks(self, num_chunks: int) -> Sequence[MemoryKV]:
-        layers, stored = self._layers, []
+    def store_chunks(self, num_chunks: int) -> None:
+        layers = self._layers
         for ids in self._chunks[:num_chunks]:
             with layers.without_adapters():
                 kv = prefill_chunk(layers, self._paged(CHUNK_TOKENS, 0), self._header(ids))
             whole = tuple(layers.gather_heads(kv.layer(layer)) for layer in range(layers.num_layers))
-            stored.append(MemoryKV(kv.header, whole))
-            self._store.put(stored[-1])
-        return stored
+            self._store.put(MemoryKV(kv.header, whole))
 
     def blend_s(self, num_chunks: int, rule: str, ratio: float) -> float:
         ids, end = self._ids(num_chunks), num_chunks * CHUNK_TOKENS
