@@ -17,7 +17,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -49,7 +49,7 @@ WAIT_S = 100e-6
 """Time that the waiting host waits in each operation."""
 
 
-class WaitingMode(TorchDispatchMode):
+class WaitingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Operations of the thread that has entered it start WAIT_S later."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,20 +64,19 @@ def waiting_host(engine: str) -> Iterator[None]:
     """Let every operation wait: of this thread, in which vLLM starts, and of the threads that run models."""
     from ragblend.engine.vllm.engine import _EngineLoop
 
-    classes: list[tuple[Any, str]] = [(EngineLoop, "_run")] if engine == "transformers" else [(_EngineLoop, "run")]
-    with ExitStack() as stack:
-        for owner, name in classes:
-            run = getattr(owner, name)
+    owner, name = (EngineLoop, "_run") if engine == "transformers" else (_EngineLoop, "run")
+    run = getattr(owner, name)
 
-            def waiting(self: Any, run: Callable[[Any], None] = run) -> None:
-                with WaitingMode():
-                    run(self)
+    def waiting(self: Any) -> None:
+        with WaitingMode():  # type: ignore[no-untyped-call]
+            run(self)
 
-            setattr(owner, name, waiting)
-            stack.callback(setattr, owner, name, run)
-        if engine == "vllm":
-            stack.enter_context(WaitingMode())
-        yield
+    setattr(owner, name, waiting)
+    try:
+        with WaitingMode() if engine == "vllm" else nullcontext():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        setattr(owner, name, run)
 
 
 @contextmanager
