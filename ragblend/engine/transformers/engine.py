@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -49,6 +50,7 @@ from ragblend.engine.transformers.model import is_quantised
 from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.errors import EngineClosedError
 from ragblend.option_keywords import GenerationKeywords
 from ragblend.options import ContextPolicy, GenerationOptions
 from ragblend.prompt.render import Renderer
@@ -266,11 +268,12 @@ class TransformersEngine(BlendingEngine):
         )
 
     def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
-        """Measure the machine if `measure_machine` is to and has not yet. Then prepare the prefill (`blend`)."""
+        """Prepare a prefill (see `blend`). Before the first one that a profile may decide, measure the machine."""
         if self.measure_machine is not None and request.is_adapted and request.prompt.runs:
-            with self._measuring:  # requests that come meanwhile wait
+            with self._measuring:  # other requests wait
                 if self.measure_machine is not None:
-                    self.machine = self.loop.call(self.measure_machine)
+                    with suppress(EngineClosedError):  # the loop then ends the answer
+                        self.machine = self.loop.call(self.measure_machine)
                     self.measure_machine = None
         return super().prepare_prefill(request)
 

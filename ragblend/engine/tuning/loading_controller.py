@@ -26,13 +26,11 @@ LINEAR: Curve = ((0.0, 0.0), (1.0, 1.0))
 """The paper's assumption: recomputing a share of the tokens takes that share of the full prefill's time."""
 
 SLIGHT = 0.1
-"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
+"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md), and
+share of full prefill that a blend must save, because a prediction of less is within its error."""
 
 LEAST_READS = 3
 """Measured reads of a tier from which their median replaces the profile's speed."""
-
-WORTHWHILE = 0.05
-"""Share of full prefill that a blend must save. A prediction of less is within its error."""
 
 NEGLIGIBLE_S = 0.005
 """Seconds that no user notices. For them, no request takes full prefill instead of a blend."""
@@ -335,12 +333,12 @@ def decide_reuse(
 def longest_blend_s(full_s: float) -> float:
     """Return the seconds from which a blend is not worth it, if full prefill takes `full_s`.
 
-    A blend must save the share WORTHWHILE, less NEGLIGIBLE_S:
+    A blend must save the share SLIGHT, less NEGLIGIBLE_S:
 
-    >>> [longest_blend_s(full_s) for full_s in (0.004, 0.1, 1.0)]
-    [0.0088, 0.1, 0.955]
+    >>> [round(longest_blend_s(full_s), 4) for full_s in (0.004, 0.05, 1.0)]
+    [0.0086, 0.05, 0.905]
     """
-    return (1.0 - WORTHWHILE) * full_s + NEGLIGIBLE_S
+    return (1.0 - SLIGHT) * full_s + NEGLIGIBLE_S
 
 
 def _fastest(
@@ -379,7 +377,8 @@ def _fastest(
     *some, everything = (decide_for(used, False) for used in _sets_to_compare(chunks, speeds) if used or not chunks)
     best = min(some, key=lambda each: each.total_s, default=everything)
     # Predictions are not exact, so chunks are computed only where waiting for all would not be worth it.
-    pays = everything.total_s < longest_blend_s(full_s) or (1 + SLIGHT) * best.total_s >= full_s
+    limit_s = longest_blend_s(full_s)
+    pays = everything.total_s < limit_s or best.total_s >= limit_s
     return decide_for(everything.used if pays else best.used, True)
 
 

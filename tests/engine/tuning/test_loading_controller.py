@@ -190,7 +190,7 @@ def test_no_decision_is_slower_than_full_prefill_or_than_all_chunks(profile, pro
         for count in range(1, len(chunks) + 1)
         for some in itertools.combinations(range(len(chunks)), count)
     ]
-    full_s, near = profile.full_prefill_s(num_tokens), (1 + SLIGHT) * (1 + 1e-6)
+    full_s = profile.full_prefill_s(num_tokens)
     limit_s = longest_blend_s(full_s)
     all_s = {rule.name: predicted_s(profile, rule, num_tokens, chunks, by) for rule in rules}
     best_s = {rule.name: min(predicted_s(profile, rule, num_tokens, some, by) for some in sets) for rule in rules}
@@ -198,7 +198,7 @@ def test_no_decision_is_slower_than_full_prefill_or_than_all_chunks(profile, pro
     if found.fallback_reason:
         assert (found.ratio, found.used) == (1.0, ())
         assert all_s["asks"] >= limit_s / SLACK
-        assert best_s["asks"] >= full_s / near
+        assert best_s["asks"] >= limit_s / SLACK
         return
     if len(found.used) < len(chunks):
         assert all_s[found.rule] >= limit_s / SLACK
@@ -276,14 +276,14 @@ def test_reuse_is_refused_where_loading_takes_longer_than_full_prefill():
     assert found.ratio == 1.0
 
 
-def test_a_blend_must_save_a_twentieth_less_a_few_milliseconds():
-    """Blending takes 0.9 ms a token and 10 or 60 ms for any prompt, prefill 1 ms a token."""
+def test_a_blend_must_save_a_tenth_less_a_few_milliseconds():
+    """Blending takes 0.8 ms a token and 10 or 120 ms for any prompt, prefill 1 ms a token."""
     chunk = [LoadableChunk("memory", 1000, 1)]
-    slopes = {"shares": ((0.0, 0.9), (1.0, 0.9))}
-    for overhead_s, is_refused in ((0.01, False), (0.06, True)):
+    slopes = {"shares": ((0.0, 0.8), (1.0, 0.8))}
+    for overhead_s, is_refused in ((0.01, False), (0.12, True)):
         profile = machine(overhead_s=overhead_s, **slopes)
         found = decide_reuse(profile, [RuleChoice("any", 0.15)], 1000, 0, chunk, {})
-        assert found.compute_s == pytest.approx(1.0 if is_refused else 0.91)
+        assert found.compute_s == pytest.approx(1.0 if is_refused else 0.81)
         assert bool(found.fallback_reason) == is_refused
     quick = machine(prefill_s=((1000.0, 0.001),), overhead_s=0.004)
     assert not decide_reuse(quick, [RuleChoice("any", 0.15)], 1000, 0, chunk, {}).fallback_reason
