@@ -295,7 +295,7 @@ def _load_transformers(
         **shared,
     )
     if machine is None and profiles_itself(settings.auto_profile):
-        engine.measure_machine = partial(measure_engine, engine)
+        engine.measure_machine = measure_engine
     return engine
 
 

@@ -70,8 +70,8 @@ class TransformersEngine(BlendingEngine):
     """
 
     calibrations: CalibrationCache
-    measure_machine: Callable[[], MachineProfile | None] | None = None
-    """Measures the machine, before the first request that its profile may decide. None: it is not measured."""
+    measure_machine: Callable[[TransformersEngine], MachineProfile | None] | None = None
+    """Measures this engine's machine before the first request that a profile may decide. None: it is not measured."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class TransformersEngine(BlendingEngine):
             with self._measuring:  # other requests wait
                 if self.measure_machine is not None:
                     with suppress(EngineClosedError):  # the loop then ends the answer
-                        self.machine = self.loop.call(self.measure_machine)
+                        self.machine = self.loop.call(partial(self.measure_machine, self))
                     self.measure_machine = None
         return super().prepare_prefill(request)
 

@@ -60,11 +60,11 @@ def test_requests_that_come_meanwhile_wait_for_one_measurement(measured, monkeyp
     calls, begun, go_on = [], threading.Event(), threading.Event()
     measure_machine = measured.measure_machine
 
-    def slowly():
+    def slowly(engine):
         calls.append(1)
         begun.set()
         go_on.wait(60)
-        return measure_machine()
+        return measure_machine(engine)
 
     measured.measure_machine = slowly
     reports = []
