@@ -31,7 +31,7 @@ from ragblend.engine.report import BlendReport
 from ragblend.engine.store.remote.tier import RemoteStore, open_remote
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.measure import measure_briefly
+from ragblend.engine.transformers.measure import measure_engine
 from ragblend.errors import RagblendError
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, torch_threads, vocab_size
 from ragblend.prompt.types import Prompt
@@ -171,7 +171,7 @@ def main(
             for chunk in chunks:
                 base.precompute(chunk)
             base.generate(prompts[0], mode="full", max_tokens=1)  # warm-up
-            base.machine = machine = measure_briefly(base)
+            base.machine = machine = measure_engine(base)
             assert machine is not None
             nbytes = num_chunks * chunk_tokens * base.bytes_per_token
             for name in servers.split(","):

@@ -59,6 +59,7 @@ _WITHOUT_FLAG = (
     "refine_ratio",
     *SELECTION_NAMES,
     "store_key_file",
+    "auto_profile",
     "max_file_mib",
     "gpus_per_worker",
 )
@@ -118,6 +119,7 @@ class Settings(TierOptions):
     namespace: str = copy_option(LoadOptions, "namespace")
     trust_remote_code: bool = copy_option(ModelOptions, "trust_remote_code")
     shadow: float = copy_option(LoadOptions, "shadow")
+    auto_profile: bool | None = copy_option(LoadOptions, "auto_profile")
 
     def __post_init__(self) -> None:
         TierOptions.__post_init__(self)

@@ -47,6 +47,7 @@ class LoadKeywords(TierKeywords, ModelKeywords, total=False):
     on_miss: str
     shadow: float
     context: ContextPolicy | None
+    auto_profile: bool | None
     new_model: bool
     max_num_seqs: int | None
     vllm_options: Mapping[str, Any] | None

@@ -247,6 +247,9 @@ class LoadOptions(TierOptions):
         "Context policy: none, or neutral (prefill also after a neutral text). Default: the store's or the model's.",
         CONTEXT,
     )
+    auto_profile: bool | None = option(
+        None, "Measure the machine once, for up to 3 s, so that no blend is slower than full prefill.", TRUE_OR_FALSE
+    )
     new_model: bool = False
     max_num_seqs: int | None = None
     vllm_options: Mapping[str, Any] | None = None
@@ -333,8 +336,8 @@ class GenerationOptions(SelectionOptions):
 
     `recompute_ratio`: share of the chunk tokens that mode "blend" recomputes. "auto" means the store's
     calibrated ratio or, without one, the rule's default. None means the ratio that a server was started with, else
-    "auto". If `ragblend profile` has measured the machine and no ratio is given as a number, the ratio is raised as far
-    as recomputing takes no longer than loading, and full prefill is run if blending would be no faster.
+    "auto". Unless a ratio is given as a number, the machine's profile decides: the ratio is raised as far as
+    recomputing takes no longer than loading, and full prefill runs where it is faster. A number is always blended.
 
     `refine_ratio`: share of the chunk tokens that mode "blend" recomputes after the answer's first token, over the KV
     that the first token came from (refinement). It has an effect if it is above the ratio of the first token, and if

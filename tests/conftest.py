@@ -16,6 +16,8 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 # Tests must not read the settings and the store key of the user who runs them.
 os.environ.update(XDG_CONFIG_HOME="/nonexistent")
+# Measured times would decide which requests of the tiny models are blended.
+os.environ["RAGBLEND_AUTO_PROFILE"] = "0"
 os.environ.pop("RAGBLEND_STORE_KEY", None)
 os.environ.pop("RAGBLEND_STORE_KEY_FILE", None)
 # Without a GPU, Triton's kernels run in its interpreter.

@@ -128,7 +128,17 @@ def opening_title(settings: Settings, title: str = "loading the model") -> str:
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
     """Return the engine's options, except model and store."""
-    names = ("backend", "dtype", "device", "system", "namespace", "shadow", "context", "trust_remote_code")
+    names = (
+        "backend",
+        "dtype",
+        "device",
+        "system",
+        "namespace",
+        "shadow",
+        "context",
+        "trust_remote_code",
+        "auto_profile",
+    )
     return {**{name: getattr(settings, name) for name in names}, **settings.tiers}
 
 

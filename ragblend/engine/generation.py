@@ -70,6 +70,11 @@ class EngineRequest:
     no_probe: RequestTuning | None = None  # rule "auto": the tuning of the rule without a query probe
     grammar: CompiledGrammar | None = None
 
+    @property
+    def is_adapted(self) -> bool:
+        """True if the loading controller chooses rule and ratio, or full prefill: no ratio is requested as a number."""
+        return self.mode == "blend" and self.tuning.adapts_ratio
+
     def rule_choices(self, num_layers: int) -> list[RuleChoice]:
         """Return the rules by which the loading controller may blend the prompt, the preferred one first."""
         tunings = [self.tuning] if self.no_probe is None else [self.tuning, self.no_probe]

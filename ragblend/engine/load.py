@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from ragblend.config import Settings
 from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.open import open_store
-from ragblend.errors import RagblendError, StoreMismatchError, UnsupportedModelError, UsageError
+from ragblend.errors import StoreMismatchError, UnsupportedModelError, UsageError
 from ragblend.files.places import expand_user_path
 from ragblend.option_fields import default_of
 from ragblend.option_keywords import LoadKeywords
@@ -76,6 +76,10 @@ def load_engine(
     text. `context` is the context policy (see `store.keys`). None is the policy that the store's folder has recorded. A
     remote tier records no policy, so pass `context` for KV that another process puts there. Raises StoreMismatchError
     if all KV in the directory is of other models, unless `new_model` is True.
+
+    `auto_profile`: if the store has no machine profile of the model, measure the machine for at most 3 seconds, before
+    the first request that it may decide; vLLM measures when it starts. False: only use a profile that the store has.
+    None: RAGBLEND_AUTO_PROFILE, else True. See `GenerationOptions.recompute_ratio`.
 
     `shadow`: of the requests answered from fused KV, the share for which full prefill also runs, after the answer.
     `engine.shadow` counts how often both results agree; each report's `shadow` has the comparison.
@@ -154,7 +158,7 @@ def load_document_engine(model: str | None, store: str, **options: Any) -> Docum
             checkpoint = find_checkpoint(model, loading)
     spec = None if checkpoint is None else DiskStore(folder).model_specs().get(checkpoint.fingerprint)
     if checkpoint is None or spec is None:
-        engine: DocumentEngine = load_engine(model, store, **options)
+        engine: DocumentEngine = load_engine(model, store, **{**options, "auto_profile": False})
         return engine
     settings = LoadOptions(**arguments)
     tiers = open_store(folder, **settings.tiers)
@@ -253,9 +257,10 @@ def _load_transformers(
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.layers import TransformersLayers
     from ragblend.engine.transformers.loaded_model import adopt_loaded_model
-    from ragblend.engine.transformers.measure import measure_briefly
+    from ragblend.engine.transformers.measure import measure_engine
     from ragblend.engine.transformers.model import load_model
-    from ragblend.engine.tuning.machine import machine_facts, read_machine_profile, write_profile
+    from ragblend.engine.tuning.brief_profile import profiles_itself
+    from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
     from ragblend.prompt.render import Renderer
 
     if store is None or isinstance(store, Path):
@@ -289,11 +294,8 @@ def _load_transformers(
         machine=machine,
         **shared,
     )
-    if machine is None and isinstance(store, Path) and kv_store.has_remote_tiers:
-        engine.machine = measure_briefly(engine)
-        if engine.machine is not None:
-            with suppress(RagblendError):  # a store that cannot be written is still read
-                write_profile(store, engine.machine)
+    if machine is None and profiles_itself(settings.auto_profile):
+        engine.measure_machine = measure_engine
     return engine
 
 
@@ -373,7 +375,13 @@ def _load_vllm(
     root = place if isinstance(place, Path) else Path(place.name)
     register_model(root, checkpoint.fingerprint, checkpoint.facts(), settings.new_model, settings.catalog)
     transfer = transfer_config(
-        root, settings.tiers, model=path, system=settings.system, context=settings.context, trust_remote_code=trust
+        root,
+        settings.tiers,
+        model=path,
+        system=settings.system,
+        context=settings.context,
+        trust_remote_code=trust,
+        auto_profile=settings.auto_profile,
     )
     tokenizer, _ = load_tokenizer(path, ModelOptions(trust_remote_code=trust))
     options = settings.vllm_options or {}

@@ -19,15 +19,14 @@ from typing import Any
 from ragblend.config import Settings
 from ragblend.engine.fusion.rules import DEFAULT_RATIO, NO_PROBE_RULE
 from ragblend.engine.load import find_store_model, load_engine
-from ragblend.engine.store.base import KVStore
-from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import MemoryKV, load_into_memory
 from ragblend.engine.store.open import GIB
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.transformers.engine import TransformersEngine
-from ragblend.engine.transformers.measure import QUESTION_TOKENS, random_prompts, time_prefill
+from ragblend.engine.transformers.measure import random_prompts, time_prefill
+from ragblend.engine.tuning.brief_profile import QUESTION_TOKENS, measure_disk_speed, measure_read_speed
 from ragblend.engine.tuning.loading_controller import MachineProfile
-from ragblend.engine.tuning.machine import drop_page_cache, machine_facts
+from ragblend.engine.tuning.machine import machine_facts
 from ragblend.engine.vllm.base_engine import VllmRequest
 from ragblend.engine.vllm.engine import VllmEngine
 from ragblend.engine.vllm.launch import find_checkpoint
@@ -201,6 +200,7 @@ def open_vllm_for_profile(
             device=settings.device,
             system=settings.system,
             on_miss="inline",
+            auto_profile=False,
             trust_remote_code=settings.trust_remote_code,
             vllm_options={"max_model_len": length, **(vllm_options or {})},
             memory_gib=1 + 2 * num_tokens * checkpoint.bytes_per_token / GIB,
@@ -208,17 +208,6 @@ def open_vllm_for_profile(
     ):
         assert isinstance(engine, VllmEngine)
         yield engine
-
-
-def measure_disk_speed(directory: Path, chunks: Sequence[MemoryKV]) -> float:
-    """Return the bytes per second that a DiskStore on the disk of `directory` reads without the page cache."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".profile-") as scratch:
-        disk = DiskStore(scratch)
-        for kv in chunks:
-            disk.put(kv)
-        drop_page_cache(Path(scratch).rglob("*.safetensors"))
-        return measure_read_speed(disk, [kv.header.key for kv in chunks])
 
 
 def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> float:
@@ -242,15 +231,3 @@ def measure_remote_speed(remote: RemoteStore, chunks: Sequence[MemoryKV]) -> flo
     finally:
         for key in keys:
             remote.delete(key)
-
-
-def measure_read_speed(tier: KVStore, keys: Sequence[str]) -> float:
-    """Return the bytes per second of reading every layer of the entries, layer by layer as a request does."""
-    start_s = perf_counter()
-    entries = [kv for key in keys if (kv := tier.get(key)) is not None]
-    if len(entries) < len(keys):
-        raise BackendUnreachableError(f"a chunk that was just written is not in {type(tier).__name__}; see the log")
-    for layer in range(entries[0].header.num_layers):
-        for kv in entries:
-            kv.layer(layer)
-    return sum(kv.nbytes for kv in entries) / (perf_counter() - start_s)

@@ -103,6 +103,7 @@ def build_server_command(
         system=settings.system,
         context=settings.context,
         trust_remote_code=settings.trust_remote_code,
+        auto_profile=settings.auto_profile,
         keys=keys,
     )
     store = Path(transfer["kv_connector_extra_config"]["store"])

@@ -51,6 +51,7 @@ def nothing_in_memory(request):
 
 def forget_memory(ours: Any, reference: Any) -> None:
     for store in (connector_worker()._store, reference.store):
+        wait_until(lambda store=store: not store._prefetching, 60, "what was refused before is in memory")
         emptied(store)
         for tier in store.tiers:
             tier.read_speed = ReadSpeed()  # else the measured reads take the place of the profile's
@@ -72,8 +73,14 @@ def set_load_share(ours: Any, reference: Any, share: float) -> None:
 
 def test_reuse_slower_than_full_prefill_is_left_to_vllm(engines, caplog):
     ours, reference = engines
+    store, found = connector_worker()._store, []
     with caplog.at_level(logging.WARNING), recorded_selections() as blended:
-        found = [ours.generate(PROMPT, max_tokens=8) for _ in range(2)]
+        for _ in range(2):
+            found.append(ours.generate(PROMPT, max_tokens=8))
+            memory = store.find_tier(MemoryStore)
+            wait_until(lambda memory=memory: len(list(memory.keys())) >= 3, 60, "later requests find them in memory")
+            emptied(store)
+            ours.generate(PROMPT, mode="full", max_tokens=1)  # the workers report their memory at an engine step
     full = ours.generate(PROMPT, mode="full", max_tokens=8)
     theirs = reference.generate(PROMPT, max_tokens=8).report
     assert theirs.refused_reason

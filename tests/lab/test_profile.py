@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from commands import run_command
+from servers import wait_until
 
 from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
@@ -127,8 +128,14 @@ def test_the_ratio_rises_to_what_hides_behind_loading(on_disk):
 
 def test_full_prefill_replaces_slower_reuse_and_one_warning_reports_it(on_disk, caplog):
     engine = on_disk(1536 * 1000 / 2)  # loading takes twice as long as prefill
+    memory = engine.store.tiers[0]
     with caplog.at_level(logging.WARNING):
-        found = [engine.prefill(engine.request(ONE)) for _ in range(2)]
+        found = []
+        for _ in range(2):
+            found.append(engine.prefill(engine.request(ONE)))
+            wait_until(lambda: memory.contains(engine.key(ONE.chunks[0])), 30, "later requests find it in memory")
+            assert engine.prefill(engine.request(ONE)).report.mode == "blend"
+            memory.delete(engine.key(ONE.chunks[0]))
         full = engine.prefill(engine.request(ONE, mode="full"))
     for prefilled in found:
         assert prefilled.report.mode == "full"
@@ -137,6 +144,7 @@ def test_full_prefill_replaces_slower_reuse_and_one_warning_reports_it(on_disk, 
     assert caplog.text.count("stored KV is not used") == 1
     assert full.report.refused_reason == ""
     assert engine.generate(ONE, max_tokens=2).report.as_dict()["refused_reason"]
+    wait_until(lambda: memory.contains(engine.key(ONE.chunks[0])), 30, "it is in memory")
     asked = engine.prefill(engine.request(ONE, recompute_ratio=0.15)).report
     assert (asked.mode, asked.refused_reason) == ("blend", "")
     reuse = engine.prefill(engine.request(ONE, mode="reuse")).report
@@ -160,7 +168,7 @@ def test_profile_then_plan_on_the_command_line(tmp_path, capsys):
     assert run_command("profile", *sizes, "--repeats", "1", *place, "--json") == 0
     file.write_text(capsys.readouterr().out)
     measured = json.loads(file.read_text())
-    assert measured["profile_version"] == 2
+    assert measured["profile_version"] == 3
     storages = ("--storage", "disk::0.08", "--storage", "ram:50:3", "--storage", "tape:0.0000001:0.001")
     command = ("plan", "--profile", str(file), *sizes)
     assert run_command(*command, *storages, "--json") == 0

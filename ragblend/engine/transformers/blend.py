@@ -7,11 +7,9 @@ computes the rest. Depends on the model's layers, the store and reports, not on 
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -31,17 +29,16 @@ from ragblend.engine.store.base import KVStore
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, dtype_name, is_in_memory
 from ragblend.engine.store.memory import MemoryStore
-from ragblend.engine.store.read_speed import READS_KEPT
 from ragblend.engine.store.tiered import read_ahead
 from ragblend.engine.transformers.layers import TransformersLayers
 from ragblend.engine.tuning.loading_controller import (
-    LEAST_READS,
     LoadableChunk,
     MachineProfile,
     ReuseDecision,
     decide_reuse,
     tier_speeds,
 )
+from ragblend.engine.tuning.paces import Paces
 from ragblend.errors import DamagedEntryError, LateEntryError
 from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, Variant, common_prefix_length
@@ -85,7 +82,7 @@ class BlendingEngine(LocalEngine):
         store.set_expected_spec(self.fingerprint, self.shape)
         self.machine = machine  # if given, requests without a ratio follow `loading_controller.decide_reuse`
         self.timelines: list[Timeline] | None = None  # if a list, every fused request appends its layers' times
-        self._paces = deque[float](maxlen=READS_KEPT)  # of requests: seconds of computing, over those of `machine`
+        self._paces = Paces()
         self._has_warned_fallback = False
         self._prefixes = PrefixKVCache[FusedKV]()
 
@@ -150,8 +147,9 @@ class BlendingEngine(LocalEngine):
         )
         if decision is not None:
             if decision.fallback_reason:
-                self.store.prefetch(list(fetched.entries))  # for later requests
-                return self._fall_back(request, decision.fallback_reason)
+                prefilled = self._fall_back(request, decision.fallback_reason)
+                self._prefetch_placed(stored)
+                return prefilled
             described = fetched.decision or decision.describe(len(stored))
             placements = tuple(stored[at] for at in decision.used)
             if request.no_probe is not None and decision.rule == request.no_probe.rule:
@@ -192,7 +190,8 @@ class BlendingEngine(LocalEngine):
         report.load_s, report.stall_s = loader.load_s, loader.stall_s
         report.fuse_s = perf_counter() - looked_up_s - loader.stall_s + prefix_s
         if decision is not None:
-            self._paces.append(report.fuse_s / decision.compute_s * self._pace)
+            self._paces.record_blend(decision.compute_s, report.fuse_s)
+            self._prefetch_placed([each for at, each in enumerate(stored) if at not in decision.used])
         refine_ratio = request.options.refine_ratio or 0.0
         return PrefillResult(
             fused,
@@ -345,19 +344,19 @@ class BlendingEngine(LocalEngine):
         waits_for_first_byte: bool = True,
     ) -> ReuseDecision | None:
         """Return the loading controller's decision; None for a request with a ratio, and without a machine profile."""
-        if request.mode != "blend" or not request.tuning.adapts_ratio or not chunks or self.machine is None:
+        if not request.is_adapted or not chunks or self.machine is None:
             return None
         speeds = tier_speeds(self.machine, self.store.read_speeds)
         if not waits_for_first_byte:
             speeds = {name: speed._replace(latency_s=0.0) for name, speed in speeds.items()}
         rules = request.rule_choices(self.layers.num_layers)
-        machine = self.machine.at_pace(self._pace)
+        machine = self._paces.current(self.machine)
         return decide_reuse(machine, rules, request.prompt.num_tokens, num_resident, chunks, speeds)
 
-    @property
-    def _pace(self) -> float:
-        """How many times as long as `machine` says earlier requests computed: the median, 1 before there are some."""
-        return median(self._paces) if len(self._paces) >= LEAST_READS else 1.0
+    def _prefetch_placed(self, placements: Sequence[Placement]) -> None:
+        """Load chunks that were too slow to load for this request into memory, for later ones."""
+        slow = (each.variant for each in placements if not is_in_memory(each.kv))
+        self.store.prefetch([variant.key for variant in slow if variant is not None])
 
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
@@ -398,7 +397,7 @@ class BlendingEngine(LocalEngine):
         num_tokens = request.prompt.num_tokens
         report = BlendReport("full", "none", 1.0, fuse_s=perf_counter() - start_s, refused_reason=refused_reason)
         if self.machine is not None:
-            self._paces.append(report.fuse_s / self.machine.full_prefill_s(num_tokens))
+            self._paces.record_full(self.machine, num_tokens, report.fuse_s)
         report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in request.prompt.runs]
         merge_runs_by_chunk(report, request.prompt)
         report.charged_budget = report.charged_budget_32 = 1.0 if report.chunks else 0.0

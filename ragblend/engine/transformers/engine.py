@@ -7,9 +7,11 @@ share between threads: one thread runs the model, and concurrent answers are dec
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from threading import Lock
 from typing import Any, Unpack, get_args
 
 import torch
@@ -48,6 +50,7 @@ from ragblend.engine.transformers.model import is_quantised
 from ragblend.engine.transformers.structured_outputs import GrammarCompiler
 from ragblend.engine.tuning.calibration import CalibrationCache
 from ragblend.engine.tuning.loading_controller import MachineProfile
+from ragblend.errors import EngineClosedError
 from ragblend.option_keywords import GenerationKeywords
 from ragblend.options import ContextPolicy, GenerationOptions
 from ragblend.prompt.render import Renderer
@@ -67,6 +70,8 @@ class TransformersEngine(BlendingEngine):
     """
 
     calibrations: CalibrationCache
+    measure_machine: Callable[[TransformersEngine], MachineProfile | None] | None = None
+    """Measures this engine's machine before the first request that a profile may decide. None: it is not measured."""
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class TransformersEngine(BlendingEngine):
     ) -> None:
         super().__init__(layers, renderer, store, EngineLoop(self._decode, max_num_seqs), machine=machine, **options)
         self.context_length, self.max_num_seqs = layers.context_length, self.loop.max_num_seqs
+        self._measuring = Lock()
         store.watch_deletions()
         if (memory := store.find_tier(MemoryStore)) is not None:
             memory.page_locked = layers.device.type == "cuda"
@@ -260,6 +266,16 @@ class TransformersEngine(BlendingEngine):
             if generation_options.structured_outputs is not None
             else None,
         )
+
+    def prepare_prefill(self, request: EngineRequest) -> Callable[[], PrefillResult]:
+        """Prepare a prefill (see `blend`). Before the first one that a profile may decide, measure the machine."""
+        if self.measure_machine is not None and request.is_adapted and request.prompt.runs:
+            with self._measuring:  # other requests wait
+                if self.measure_machine is not None:
+                    with suppress(EngineClosedError):  # the loop then ends the answer
+                        self.machine = self.loop.call(partial(self.measure_machine, self))
+                    self.measure_machine = None
+        return super().prepare_prefill(request)
 
     def decode_step(self, tokens: Sequence[int], fused: FusedKV) -> Tensor:
         """Run `tokens` through the model and add their KV to `fused`. Return the next token's logits [vocabulary]."""

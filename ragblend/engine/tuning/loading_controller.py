@@ -2,21 +2,21 @@
 
 After CacheBlend, section 5.1: T_recompute(r) comes from measured prefill times, T_load from bytes and a tier's measured
 speed. Read `decide_reuse` first. Pure arithmetic on seconds, bytes and tokens; does not depend on models, stores
-or frameworks. `ragblend profile` measures a MachineProfile.
+or frameworks. `brief_profile` and `ragblend profile` measure a MachineProfile.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain, pairwise, product
 from typing import Any, NamedTuple
 
 from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.errors import UsageError
 
-PROFILE_VERSION = 2
+PROFILE_VERSION = 3
 """Version of a stored MachineProfile; a profile of another version must be measured again."""
 
 Curve = tuple[tuple[float, float], ...]
@@ -26,10 +26,14 @@ LINEAR: Curve = ((0.0, 0.0), (1.0, 1.0))
 """The paper's assumption: recomputing a share of the tokens takes that share of the full prefill's time."""
 
 SLIGHT = 0.1
-"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md)."""
+"""Share of T_recompute from which loading counts as a delay if recompute does not hide it (docs/performance.md), and
+share of full prefill that a blend must save, because a prediction of less is within its error."""
 
 LEAST_READS = 3
 """Measured reads of a tier from which their median replaces the profile's speed."""
+
+NEGLIGIBLE_S = 0.005
+"""Seconds that no user notices. For them, no request takes full prefill instead of a blend."""
 
 
 # -- measurements
@@ -39,10 +43,11 @@ LEAST_READS = 3
 class MachineProfile:
     """Measured prefill times of one model on one machine, and read speeds of its tiers.
 
-    `prefill_s`: (tokens, seconds of full prefill). `shares`: (ratio, share), where share is the time to blend from
-    memory at that ratio, divided by the time of full prefill. `no_probe_shares`: the same for a rule without a query
-    probe; the default is `shares`. `bytes_per_s`: read speed of each tier, checksums included. Curves are made
-    monotone, because noise can make a longer prompt or a higher ratio seem faster.
+    `prefill_s`: (tokens, seconds of full prefill). `overhead_s`: the seconds that a blend takes for a prompt of any
+    length. `shares`: (ratio, share), where share is the other time to blend from memory at that ratio, divided by the
+    time of full prefill. `no_probe_shares`: the same for a rule without a query probe; the default is `shares`.
+    `bytes_per_s`: read speed of each tier, checksums included. Curves are made monotone, because noise can make a
+    longer prompt or a higher ratio seem faster.
     """
 
     fingerprint: str  # of the model, dtype included
@@ -53,11 +58,12 @@ class MachineProfile:
     shares: Curve = LINEAR
     bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     no_probe_shares: Curve = ()
+    overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "no_probe_shares", self.no_probe_shares or self.shares)
         points = (*self.prefill_s, *self.shares, *self.no_probe_shares)
-        numbers = [number for point in points for number in point]
+        numbers = [self.overhead_s, *(number for point in points for number in point)]
         if not all(map(math.isfinite, numbers)) or not self.prefill_s or min(map(min, self.prefill_s)) <= 0:
             raise UsageError(f"prefill times {self.prefill_s} must be above 0; measure again: ragblend profile")
         if self.num_layers < 1 or self.bytes_per_token < 1:
@@ -85,15 +91,12 @@ class MachineProfile:
         """
         stored = 1.0 if num_stored is None else min(1.0, num_stored / max(1.0, num_tokens))
         share = interpolate(self.shares if shares is None else shares, ratio)
-        return self.full_prefill_s(num_tokens) * (share * stored + 1.0 - stored)
+        overhead_s = self.overhead_s if stored else 0.0
+        return overhead_s + self.full_prefill_s(num_tokens) * (share * stored + 1.0 - stored)
 
     def load_s(self, bytes_per_s: float, num_tokens: float) -> float:
         """Return T_load: the seconds to read the KV of `num_tokens` tokens at `bytes_per_s`."""
         return num_tokens * self.bytes_per_token / bytes_per_s
-
-    def at_pace(self, factor: float) -> MachineProfile:
-        """Return the profile of a machine that computes `factor` times as long, for example beside other processes."""
-        return replace(self, prefill_s=tuple((tokens, factor * seconds) for tokens, seconds in self.prefill_s))
 
     @property
     def overlaps(self) -> bool:
@@ -140,6 +143,7 @@ def machine_profile_from(facts: Mapping[str, Any]) -> MachineProfile:
             shares=tuple((float(x), float(y)) for x, y in facts["shares"]),
             bytes_per_s={str(name): float(speed) for name, speed in facts["bytes_per_s"].items()},
             no_probe_shares=tuple((float(x), float(y)) for x, y in facts["no_probe_shares"]),
+            overhead_s=float(facts["overhead_s"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UsageError(f"the machine profile is invalid ({error!r}); measure again: ragblend profile") from error
@@ -305,7 +309,8 @@ def decide_reuse(
 
     The prompt has `num_tokens` tokens. The KV of the first `num_resident` is in memory. Loading from a tier without a
     speed counts as 0 s. If the prompt would be slower with all chunks than by full prefill, only those are used that
-    make it clearly faster; the others are computed.
+    make it clearly faster; the others are computed. Full prefill is chosen if a blend takes longer than
+    `longest_blend_s`.
 
     `rules`: the first is the preferred one. Another is chosen where the preferred one would wait for loading, because
     of its query probe, and the other is faster. The ratio of a rule without a probe is the largest whose recompute
@@ -316,13 +321,24 @@ def decide_reuse(
     for other in others:
         if best.total_s > (1 + SLIGHT) * best.compute_s and other.total_s < best.total_s:
             best = other
-    if chunks and best.total_s >= full_s:
+    if chunks and best.total_s >= longest_blend_s(full_s):
         reason = (
             f"full prefill of {num_tokens} tokens takes {full_s:.3g} s, loading {best.load_s:.3g} s and blending "
             f"{best.total_s:.3g} s in all"
         )
         return ReuseDecision(best.rule, 1.0, (), best.load_s, full_s, full_s, full_s, reason)
     return best
+
+
+def longest_blend_s(full_s: float) -> float:
+    """Return the seconds from which a blend is not worth it, if full prefill takes `full_s`.
+
+    A blend must save the share SLIGHT, less NEGLIGIBLE_S:
+
+    >>> [round(longest_blend_s(full_s), 4) for full_s in (0.004, 0.05, 1.0)]
+    [0.0086, 0.05, 0.905]
+    """
+    return (1.0 - SLIGHT) * full_s + NEGLIGIBLE_S
 
 
 def _fastest(
@@ -350,7 +366,8 @@ def _fastest(
         share = min(1.0, num_stored / max(1, num_tokens))
         if raises_ratio and share:
             # Fresh tokens are computed in any case; the rest of the loading time can hide recompute of stored tokens.
-            hidden_s = profile.hidden_compute_s(load_s, rule.probes_before_selection) - full_s * (1.0 - share)
+            hidden_s = profile.hidden_compute_s(load_s, rule.probes_before_selection) - profile.overhead_s
+            hidden_s -= full_s * (1.0 - share)
             ratio = largest_hidden_ratio(rule.r_star, max(0.0, hidden_s), full_s * share, shares)
         compute_s = profile.prompt_compute_s(ratio, num_tokens, num_stored, shares)
         waited_s = first_s + before_s
@@ -359,8 +376,9 @@ def _fastest(
 
     *some, everything = (decide_for(used, False) for used in _sets_to_compare(chunks, speeds) if used or not chunks)
     best = min(some, key=lambda each: each.total_s, default=everything)
-    # Predictions are not exact, so chunks are computed only where waiting for all would be slower than full prefill.
-    pays = everything.total_s < full_s or (1 + SLIGHT) * best.total_s >= full_s
+    # Predictions are not exact, so chunks are computed only where waiting for all would not be worth it.
+    limit_s = longest_blend_s(full_s)
+    pays = everything.total_s < limit_s or best.total_s >= limit_s
     return decide_for(everything.used if pays else best.used, True)
 
 

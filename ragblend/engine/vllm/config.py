@@ -26,6 +26,7 @@ from ragblend.options import (
     ContextPolicy,
     Deviation,
     GenerationOptions,
+    LoadOptions,
     Mode,
     RatioChoice,
     SelectionOptions,
@@ -58,6 +59,7 @@ class ConnectorConfig(TierOptions):
     slice_tokens: int = option(
         0, "Work between two engine steps, in tokens of an equal prefill. 0: max_num_batched_tokens.", at_least(0)
     )
+    auto_profile: bool | None = copy_option(LoadOptions, "auto_profile")
     keys: str = ""  # path of the API keys file; with one, only requests that its gate has checked reuse KV
 
     def __post_init__(self) -> None:

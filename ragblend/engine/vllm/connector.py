@@ -25,12 +25,13 @@ from ragblend.engine.store.memory import MemoryStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import TieredStore
+from ragblend.engine.tuning.brief_profile import profiles_itself
 from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.jobs import BlendJob, Refined, RefineJob
 from ragblend.engine.vllm.metric_sources import MetricSource, TierMetrics
 from ragblend.engine.vllm.params import report_to_json
 from ragblend.engine.vllm.plugin import loaded_model, register, weights_updated
-from ragblend.engine.vllm.scheduler_side.loading import MemoryTierDelta, MemoryTierTracker
+from ragblend.engine.vllm.scheduler_side.loading import MemoryTierDelta, MemoryTierTracker, machine_facts_of
 from ragblend.engine.vllm.scheduler_side.scheduler import WEIGHTS_UPDATED, BlendScheduler
 from ragblend.engine.vllm.support import (
     draft_note,
@@ -71,6 +72,7 @@ class BlendMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyp
     resident: dict[str, BlendReport] = field(default_factory=dict)  # by id of requests that need no job
     is_idle: bool = False  # vLLM schedules no tokens in this step
     refinement: RefineJob | None = None  # to run before this step's forward pass
+    prefetch: list[str] = field(default_factory=list)  # keys to load into memory for later requests
 
 
 @dataclass
@@ -159,7 +161,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if is_idle:
             self.scheduler.wait_for_pending()
         refinement = None if is_idle else self.scheduler.next_refinement(scheduler_output.num_scheduled_tokens)
-        return BlendMetadata(self.scheduler.take_jobs(), self.scheduler.take_resident(), is_idle, refinement)
+        resident, prefetch = self.scheduler.take_resident(), self.scheduler.loading.take_prefetches()
+        return BlendMetadata(self.scheduler.take_jobs(), resident, is_idle, refinement, prefetch)
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Pass the workers' message to the scheduler's half."""
@@ -179,6 +182,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Run the self-check and open the store. vLLM calls this once it has model and cache, before any request."""
         from ragblend.engine.vllm.worker_side.layers import VllmLayers
+        from ragblend.engine.vllm.worker_side.measure import measure_at_start
         from ragblend.engine.vllm.worker_side.self_check import self_check
 
         model = loaded_model()
@@ -203,7 +207,19 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._store = store = self.config.open_tiers(memory=True)
         if (memory := store.find_tier(MemoryStore)) is not None:
             memory.page_locked = layers.device.type == "cuda"
-        store.set_expected_spec(model_fingerprint(model_config), model_kv_spec(model_config))
+        fingerprint, spec = model_fingerprint(model_config), model_kv_spec(model_config)
+        store.set_expected_spec(fingerprint, spec)
+        if profiles_itself(self.config.auto_profile):
+            measure_at_start(
+                layers,
+                store,
+                fingerprint=fingerprint,
+                hardware=machine_facts_of(self._vllm_config),
+                spec=spec,
+                vocab_size=model_config.get_vocab_size(),
+                num_blocks=blocks,
+                context_length=model_config.max_model_len,
+            )
         for remote in store.find_tiers(RemoteStore):
             remote.breaker = CircuitBreaker(threshold=1)  # after a failure, writes wait instead of failing, too
         store.watch_deletions(skip_disk=True)  # to the scheduler, which copies fetched entries there
@@ -229,6 +245,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Queue the step's new jobs and run one slice of work. vLLM calls this after each step's forward pass."""
         meta = self._get_connector_metadata()
         self._keep_reports(meta.resident)
+        self.prefetch(meta.prefetch)
         if weights_updated.is_set():  # all ranks see it between the same two steps
             self._record_finished(self._worker.leave_to_vllm(meta.jobs, WEIGHTS_UPDATED))
         else:

@@ -268,6 +268,7 @@ def transfer_config(
     system: str | None = None,
     context: ContextPolicy | None = None,
     trust_remote_code: bool = False,
+    auto_profile: bool | None = None,
     keys: Path | None = None,
 ) -> dict[str, Any]:
     """Return vLLM's `--kv-transfer-config` for the connector over the store directory `store`.
@@ -285,6 +286,7 @@ def transfer_config(
         # Not resolved: the server reads it again, and Kubernetes changes a secret by changing a link.
         extra["keys"] = str(expand_user_path(keys, "--api-keys-file").absolute())
     chosen = {"mode": mode, "rule": rule, "ratio": recompute_ratio, "refine_ratio": refine_ratio, "context": context}
+    chosen["auto_profile"] = auto_profile
     extra |= {name: value for name, value in chosen.items() if value is not None}
     extra |= SelectionOptions(**(selection or {})).selection
     ConnectorConfig.from_extra_config(extra)  # reports an invalid value here, not in one of vLLM's processes

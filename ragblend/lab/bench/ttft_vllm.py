@@ -77,7 +77,8 @@ def open_vllm(
         tokenizer.save_pretrained(words)
         shutil.copy(checkpoint.path / "config.json", words)
         renderer = Renderer(tokenizer)
-        transfer = transfer_config(place, {"memory_gib": memory_gib, "remote": None}, model=str(checkpoint.path))
+        tiers = {"memory_gib": memory_gib, "remote": None}
+        transfer = transfer_config(place, tiers, model=str(checkpoint.path), auto_profile=False)
         transfer["kv_connector_extra_config"]["prefix_ids"] = list(renderer.prefix_ids())
         options: dict[str, Any] = {"tokenizer": str(words)}
         options["max_model_len"] = min(prompt_tokens + _SLACK_TOKENS, checkpoint.context_length)

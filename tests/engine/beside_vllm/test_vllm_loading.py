@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,3 +93,17 @@ def test_only_what_is_not_in_memory_has_to_be_loaded(in_memory):
     assert found == decide_reuse(MACHINE, [RuleChoice("cacheblend", 0.15)], 75, 5, chunks, tier_speeds(MACHINE, {}))
     assert found.load_s == pytest.approx((3 - in_memory) * 20 * 0.6e-3)
     assert (found.ratio > 0.15) == (in_memory < 3)
+
+
+def test_chunks_too_slow_to_load_are_read_into_memory_once():
+    slow = replace(MACHINE, bytes_per_s={"disk": NBYTES / 1000})
+    loading = LoadingController(slow)
+    loading.apply_delta(MemoryTierDelta(tuple(KEYS[:1])))
+    tuning = RequestTuning("cacheblend", 0.15, adapts_ratio=True)
+    found = loading.decide([tuning], 75, 5, loading.stored_chunks(runs(3)))
+    loading.prefetch_unused(runs(3), found)
+    assert loading.take_prefetches() == KEYS[1:3]
+    assert loading.take_prefetches() == []
+    fast = LoadingController(MACHINE)
+    fast.prefetch_unused(runs(3), fast.decide([tuning], 75, 5, fast.stored_chunks(runs(3))))
+    assert fast.take_prefetches() == []

@@ -18,7 +18,6 @@ from ragblend.engine.store.read_speed import READS_KEPT, ReadSpeed
 from ragblend.engine.store.remote import fetch as remote_fetch
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.engine.store.tiered import MemoryStore, TieredStore
-from ragblend.engine.transformers.measure import measure_briefly
 from ragblend.engine.tuning.loading_controller import MachineProfile
 from ragblend.engine.tuning.machine import machine_facts
 from ragblend.prompt.types import Prompt
@@ -126,18 +125,6 @@ def test_layers_that_arrive_late_end_the_wait_and_not_the_answer(remote_engine):
     assert (found.report.num_chunk_hits, found.report.num_damaged_entries) == (0, 0)
     assert torch.allclose(found.logits, full.logits, atol=1e-4)
     engine.store.close()
-
-
-def test_an_engine_is_measured_in_a_few_seconds(tiny_engine):
-    engine = tiny_engine("llama")
-    found = measure_briefly(engine)
-    assert found.fingerprint == engine.fingerprint
-    assert found.num_layers == engine.layers.num_layers
-    assert all(seconds > 0 for _, seconds in found.prefill_s)
-    assert found.shares[-1][0] == found.no_probe_shares[-1][0] == 1.0
-    slow = measure_briefly(engine, seconds=0.0)
-    assert (len(slow.prefill_s), slow.shares) == (1, ((0.0, 0.0), (1.0, 1.0)))
-    assert list(engine.store.keys()) == []
 
 
 def test_the_medians_of_a_tier_are_of_its_latest_reads():

@@ -70,6 +70,7 @@ class LoadingController:
         self._store = store  # its remote tier measures the scheduler's fetches
         self._held: set[str] = set()  # keys in the workers' memory
         self._has_refused = False
+        self._prefetches: list[str] = []  # keys of chunks that were too slow to load
 
     def apply_delta(self, change: MemoryTierDelta) -> None:
         """Apply a worker's report of its memory tier."""
@@ -83,6 +84,16 @@ class LoadingController:
             for run in stored
             if run.variant is not None
         ]
+
+    def prefetch_unused(self, stored: Sequence[ChunkRun], decision: ReuseDecision) -> None:
+        """Queue those of the `stored` runs that `decision` does not use and workers do not have in memory."""
+        unused = (run.variant for at, run in enumerate(stored) if at not in decision.used)
+        self._prefetches += [each.key for each in unused if each is not None and each.key not in self._held]
+
+    def take_prefetches(self) -> list[str]:
+        """Return the queued keys, which workers load into memory for later requests."""
+        keys, self._prefetches = self._prefetches, []
+        return keys
 
     def fetchable_chunks(self, runs: Sequence[ChunkRun], missing: Sequence[MissingVariants]) -> list[LoadableChunk]:
         """Return the runs as chunks on the disk, or in the remote tier if this machine has no variant of them."""

@@ -406,6 +406,7 @@ class BlendScheduler:
         assert state.runs
         stored = state.stored
         decision = self._decide(request, state.runs, state, self.loading.stored_chunks(stored))
+        self.loading.prefetch_unused(stored, decision)
         if decision.fallback_reason:
             self._refuse(state, decision.fallback_reason)
             return
