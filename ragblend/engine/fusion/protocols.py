@@ -71,7 +71,7 @@ QueryProbeHook = Callable[[ProbeQueries, Tensor, Tensor | None], Tensor | None]
 
 The keys [H, queries.rows[-1] + 1, D] end with the key of the last query's token. The function may keep a reference to
 the queries, but not to the keys. It returns the attention output [Hq, Q, D] of the queries; None if the values are
-None."""
+None. With `queries.pages`, kernels compute: the keys and values are those of its pages."""
 
 
 class LayerwiseModel(Protocol):

@@ -6,8 +6,11 @@ that supports batches of varying lengths then applies exactly the causal mask. K
 backend's own `do_kv_cache_update`, because the layout of the paged cache differs between devices and releases. Layers
 that are read again are also kept as tensors (`paged.PagedKV`, the resident layer).
 
+With Triton's kernels (`VllmLayers.uses_kernels`), scattered tokens are one call, and no layer is kept as a tensor: the
+kernels write to the blocks and attend to them.
+
 The question's tokens have no blocks while the context is fused. A query probe therefore runs them over the resident
-layer, with ragblend's own attention in place of the layer's. `self_check` compares both.
+layer or by kernels, with ragblend's own attention in place of the layer's. `self_check` compares both.
 
 `hidden` has the shape [R, 1, hidden size] before the first layer, then [R, 2, hidden size]: the output and the residual
 that vLLM's layers return. They stay separate, so that their sum is rounded exactly where vLLM rounds it. Layers that
@@ -20,13 +23,24 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows, positions_on_host
+from ragblend.engine.fusion.attention import (
+    AttentionExtras,
+    ProbeQueries,
+    Rotation,
+    attend_rows,
+    has_kernels,
+    inverse_tables,
+    positions_on_host,
+    rotate,
+    slice_positions,
+)
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.format.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
@@ -51,7 +65,7 @@ class _BlockKV(Protocol):
 
     blocks: Tensor
 
-    def should_attend_together(self, layer: int, has_hook: bool) -> bool: ...
+    def attends_by_kernels(self, layer: int) -> bool: ...
 
 
 class VllmLayers:
@@ -92,7 +106,7 @@ class VllmLayers:
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        # The latest result of `attention_calls`: its rows and blocks, `together`, and the calls.
+        # The latest result of `attention_calls`: its rows and blocks, `by_kernels`, and the calls.
         self._latest_calls: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []
         self.cache = PagedCache(
             self._attention,
@@ -122,13 +136,26 @@ class VllmLayers:
         """Number of decoder layers."""
         return len(self._attention)
 
-    @property
-    def attends_scattered_rows_together(self) -> bool:
-        """True if one attention call may run scattered rows over the resident layer (the layer's KV as one tensor).
+    @cached_property
+    def uses_kernels(self) -> bool:
+        """True if Triton's kernels place stored KV in the blocks and compute the attention of scattered rows.
 
-        False on a CPU, because vLLM's own kernel over the paged cache is always faster there (`benchmarks.scattered`).
+        They need a paged cache of the model's dtype and rotary modules whose tables are known.
         """
-        return self.device.type != "cpu"
+        if not has_kernels(self.device) or not self.cache.has_pages:
+            return False
+        return all(self._decoder.key_rotation(layer, 1) is not None for layer in range(self.num_layers))
+
+    def kernel_rotation(self, layer: int, end: int) -> Rotation:
+        """Return the rotation of a layer's keys to any position before `end`, as kernels take it."""
+        rotation = self._decoder.key_rotation(layer, end)
+        assert rotation is not None
+        return rotation
+
+    def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """Return the pre-RoPE form [H, R, D] of rotated `keys` at positions `rows` [R]. Only if `uses_kernels`."""
+        cos, sin, adjacent, _ = self.kernel_rotation(layer, positions_on_host(rows)[-1] + 1)
+        return rotate(keys, *inverse_tables(cos[rows], sin[rows]), adjacent)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [R, 1, hidden size] of token ids [R], as the model passes them to its first layer.
@@ -168,8 +195,8 @@ class VllmLayers:
         The tokens' keys and values are written to `fused`, a PagedKV. Before that, `hook` receives the pre-RoPE keys
         and the values of `rows[hook.row_indices]`.
         """
-        calls = self.attention_calls([rows], [fused], fused.should_attend_together(layer, hook is not None))
-        return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
+        calls = self.attention_calls([rows], [fused], fused.attends_by_kernels(layer))
+        return self._run_calls(layer, hidden, calls, [hook], [fused])
 
     def run_layer_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
         """Run one layer for several requests at once. Return each request's output [R, 2, hidden size]."""
@@ -177,18 +204,11 @@ class VllmLayers:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
         fused = [cast("_BlockKV", run.fused) for run in runs]
-        together = all(
-            each.should_attend_together(run.layer, run.hook is not None) for each, run in zip(fused, runs, strict=True)
-        )
-        calls = self.attention_calls(rows, fused, together)
+        by_kernels = all(each.attends_by_kernels(run.layer) for each, run in zip(fused, runs, strict=True))
+        calls = self.attention_calls(rows, fused, by_kernels)
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
-        firsts = itertools.accumulate(counts[:-1], initial=0)
-        hooks = [
-            run.hook._replace(row_indices=run.hook.row_indices + first)
-            for run, first in zip(runs, firsts, strict=True)
-            if run.hook
-        ]
-        return list(torch.split(self._run_calls(layer, hidden, calls, hooks, fused), counts))
+        hooks = [run.hook for run in runs]
+        return list(torch.split(self._run_calls(layer, hidden, calls, hooks, fused, counts), counts))
 
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
@@ -202,15 +222,18 @@ class VllmLayers:
         fits = len(rows) <= self.max_rows
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
+        by_kernels = fused.attends_by_kernels(layer)
         for part, positions in [(hidden, rows)] if fits else split:
             whole = RequestRows(0, slice(0, len(part)), positions, positions_on_host(positions))
-            with self._attending_over(layer, [whole], [fused], alone) as seen, self._context(len(part)):
+            with self._attending_over(layer, [whole], [fused], probe_hook=alone) as seen, self._context(len(part)):
                 outputs.append(self._decoder.run_layer(layer, positions, part))
             queries += seen
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
-            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
-            probe_hook(probe_queries, self._resident_kv(layer, fused, positions_on_host(rows)[-1] + 1).keys, None)
+            pages = fused.pages(layer) if by_kernels else None
+            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer], pages=pages)
+            end = positions_on_host(rows)[-1] + 1
+            probe_hook(probe_queries, pages.keys if pages else self._resident_kv(layer, fused, end).keys, None)
         return torch.cat(outputs)
 
     def run_layer_keeping_unrotated_kv(
@@ -236,24 +259,24 @@ class VllmLayers:
         return self.cache.read(layer, blocks)
 
     def attention_calls(
-        self, rows: Sequence[Tensor], fused: Sequence[_BlockKV], together: bool = False
+        self, rows: Sequence[Tensor], fused: Sequence[_BlockKV], by_kernels: bool = False
     ) -> list[AttentionCall]:
         """Return the attention calls for the `rows` [R] of each request, whose KV is in `fused`.
 
-        `together`: True if the rows attend to the resident layers (see `PagedKV`), False if to the blocks. The latest
-        result is cached, because most layers run the same rows as the layer before.
+        `by_kernels`: True if Triton's kernels compute the calls, False if vLLM's backend does. The latest result is
+        cached, because most layers run the same rows as the layer before.
         """
         key = [*rows, *(each.blocks for each in fused)]
-        latest_rows, were_together, calls = self._latest_calls
-        if len(latest_rows) != len(key) or were_together != together or any(map(operator.is_not, latest_rows, key)):
-            if together:
-                calls = self.split_shared_calls(rows)
+        latest_rows, were_by_kernels, calls = self._latest_calls
+        if len(latest_rows) != len(key) or were_by_kernels != by_kernels or any(map(operator.is_not, latest_rows, key)):
+            if by_kernels:
+                calls = self.split_kernel_calls(rows)
             else:
                 tables = pad_sequence([each.blocks for each in fused], batch_first=True)
                 counts = torch.tensor([len(each) for each in rows])
                 owners = torch.repeat_interleave(torch.arange(len(rows)), counts).to(self.device)
                 calls = self.split_calls(torch.cat(list(rows)), tables, owners)
-            self._latest_calls = key, together, calls
+            self._latest_calls = key, by_kernels, calls
         return calls
 
     def split_calls(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[AttentionCall]:
@@ -267,8 +290,8 @@ class VllmLayers:
             for runs in cut_runs(apart.tolist(), self.max_rows, self.max_runs)
         ]
 
-    def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
-        """Split the rows of several requests into attention calls over the requests' resident layers.
+    def split_kernel_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
+        """Split the rows of several requests into attention calls by kernels.
 
         `rows`: positions [R] of each request. A call has at most `max_rows` rows.
         """
@@ -281,7 +304,8 @@ class VllmLayers:
                 mine = slice(max(start, span.start) - start, min(end, span.stop) - start)
                 if mine.start < mine.stop:
                     here = slice(mine.start + start - first, mine.stop + start - first)
-                    parts.append(RequestRows(owner, here, rows[owner][mine], positions_on_host(rows[owner])[mine]))
+                    part = slice_positions(rows[owner], mine)
+                    parts.append(RequestRows(owner, here, part, positions_on_host(part)))
             calls.append(AttentionCall(span, joined[span], parts=tuple(parts)))
         return calls
 
@@ -353,28 +377,45 @@ class VllmLayers:
         layer: int,
         hidden: Tensor,
         calls: Sequence[AttentionCall],
-        hooks: Sequence[FreshRowsCallback],
+        hooks: Sequence[FreshRowsCallback | None],
         fused: Sequence[Any],
+        counts: Sequence[int] = (0,),
     ) -> Tensor:
+        """Run a layer over `hidden` in `calls`. `hooks`: of each request, which has this number of rows in `counts`."""
+        if len(calls) == 1 and calls[0].parts:
+            return self._run(layer, hidden, calls[0], fused, hooks)
+        firsts = itertools.accumulate(counts[:-1], initial=0)
+        called = [
+            hook._replace(row_indices=hook.row_indices + first) if first else hook
+            for hook, first in zip(hooks, firsts, strict=True)
+            if hook
+        ]
         in_pass = len(calls) == 1 and self._decoder.captures_in_pass
         if not in_pass:  # every hook must have all of its rows before the first call attends
-            for each in hooks:
+            for each in called:
                 each.callback(self.project_kv(layer, hidden[each.row_indices]))
             return torch.cat([self._run(layer, hidden[call.span], call, fused) for call in calls])
-        if not hooks:
+        if not called:
             return self._run(layer, hidden, calls[0], fused)
 
         def call_hooks() -> None:
             fresh = self._as_heads(layer, *kept)
-            for row_indices, callback, *_ in hooks:
+            for row_indices, callback, *_ in called:
                 callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
         with self._decoder.capture(layer, call_hooks) as kept:
             return self._run(layer, hidden, calls[0], fused)
 
-    def _run(self, layer: int, hidden: Tensor, call: AttentionCall, fused: Sequence[Any]) -> Tensor:
+    def _run(
+        self,
+        layer: int,
+        hidden: Tensor,
+        call: AttentionCall,
+        fused: Sequence[Any],
+        hooks: Sequence[FreshRowsCallback | None] = (),
+    ) -> Tensor:
         if call.parts:
-            with self._attending_over(layer, call.parts, fused), self._context(len(hidden)):
+            with self._attending_over(layer, call.parts, fused, hooks), self._context(len(hidden)):
                 return self._decoder.run_layer(layer, call.positions, hidden)
         with self._context(len(hidden), call):
             return self._decoder.run_layer(layer, call.positions, hidden)
@@ -390,12 +431,19 @@ class VllmLayers:
 
     @contextmanager
     def _attending_over(
-        self, layer: int, parts: Sequence[RequestRows], fused: Sequence[Any], hook: QueryProbeHook | None = None
+        self,
+        layer: int,
+        parts: Sequence[RequestRows],
+        fused: Sequence[Any],
+        hooks: Sequence[FreshRowsCallback | None] = (),
+        probe_hook: QueryProbeHook | None = None,
     ) -> Iterator[list[Tensor]]:
-        """Replace the layer's attention inside the block by ragblend's own, over the resident layers of `fused`.
+        """Replace the layer's attention inside the block by ragblend's own: over the blocks by kernels, or over the
+        resident layers of `fused`.
 
-        `parts` are the rows of each request. Their keys and values are written to its resident layer first. `hook` may
-        compute the attention instead. Yield a list that receives the queries [Hq, R, D] of each part.
+        `parts` are the rows of each request. Their keys and values are written to its KV first. With kernels, this also
+        corrects the drift of each request's kept rows, by its hook in `hooks`. `probe_hook` may compute the attention
+        instead. Yield a list that receives the queries [Hq, R, D] of each part.
         """
         attention, seen = self._attention[layer], []
         params, scale, latent = self._attention_params[layer], attention.impl.scale, is_latent(attention)
@@ -409,12 +457,21 @@ class VllmLayers:
             outputs = []
             for owner, span, rows, positions in parts:
                 theirs, mine, end = fused[owner], states[:, span], positions[-1] + 1
-                theirs.write(layer, rows, fresh.keys[:, span], fresh.values[:, span])
-                keys, values = self._resident_kv(layer, theirs, end)
-                probe_queries = ProbeQueries(mine, rows, scale, params, positions)
-                output = hook(probe_queries, keys, values) if hook is not None else None
-                if output is None:
-                    output = attend_rows(mine[None], keys[None], values[None], rows, scale, params, positions)[0]
+                its_fresh = LayerKV(fresh.keys[:, span], fresh.values[:, span])
+                output = None
+                if theirs.attends_by_kernels(layer):
+                    pages = theirs.pages(layer)
+                    hook = hooks[owner] if hooks else None
+                    rotation = self.kernel_rotation(layer, end)
+                    probe_queries = ProbeQueries(mine, rows, scale, params, positions, pages)
+                    output = self._attend_by_kernels(probe_queries, its_fresh, rotation, hook, probe_hook)
+                else:
+                    theirs.write(layer, rows, *its_fresh)
+                    keys, values = self._resident_kv(layer, theirs, end)
+                    probe_queries = ProbeQueries(mine, rows, scale, params, positions)
+                    output = probe_hook(probe_queries, keys, values) if probe_hook is not None else None
+                    if output is None:
+                        output = attend_rows(mine[None], keys[None], values[None], rows, scale, params, positions)[0]
                 outputs.append(output)
                 seen.append(mine)
             joined = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
@@ -425,6 +482,23 @@ class VllmLayers:
             yield seen
         finally:
             del attention.forward
+
+    @staticmethod
+    def _attend_by_kernels(
+        queries: ProbeQueries,
+        fresh: LayerKV,
+        rotation: Rotation,
+        hook: FreshRowsCallback | None,
+        probe_hook: QueryProbeHook | None,
+    ) -> Tensor:
+        """Write the `fresh` rows of `queries` [H, R, D] to its pages. Return the attention [Hq, R, D] to them."""
+        from ragblend.engine.fusion import kernels
+
+        states, rows, scale, params, _, pages = queries
+        assert pages is not None
+        kernels.write_fresh_rows(pages, rows, fresh, rotation, hook)
+        output = probe_hook(queries, pages.keys, pages.values) if probe_hook is not None else None
+        return kernels.attend(states[None], pages, rows, scale, params)[0].transpose(0, 1) if output is None else output
 
     def _as_heads(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
         """Reshape keys and values [R, H * D] to [H, R, D]."""
