@@ -23,7 +23,6 @@ import itertools
 import operator
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -128,6 +127,8 @@ class VllmLayers:
         # For a probed token, the whole fused projection and the norm before it run.
         self.kv_share = self._decoder.kv_share
         """Share of one layer's parameters that computes keys and values, for charged budgets."""
+        self.uses_kernels = self._can_use_kernels()
+        """True if Triton's kernels place stored KV in the blocks and compute the attention of scattered rows."""
 
     # -- LayerwiseModel
 
@@ -136,12 +137,9 @@ class VllmLayers:
         """Number of decoder layers."""
         return len(self._attention)
 
-    @cached_property
-    def uses_kernels(self) -> bool:
-        """True if Triton's kernels place stored KV in the blocks and compute the attention of scattered rows.
-
-        They need a paged cache of the model's dtype and rotary modules whose tables are known.
-        """
+    @torch.inference_mode()
+    def _can_use_kernels(self) -> bool:
+        """Return True if the kernels run on this device, over a cache of the model's dtype, by known rotary tables."""
         if not has_kernels(self.device) or not self.cache.has_pages:
             return False
         return all(self._decoder.key_rotation(layer, 1) is not None for layer in range(self.num_layers))

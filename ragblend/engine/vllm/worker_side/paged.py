@@ -8,7 +8,7 @@ again is also kept as a tensor. `PagedLayerLoader` reads the request's stored ch
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -272,7 +272,7 @@ class PagedLayerLoader(LayerLoader):
         # Layers that the reader has read and `wait` has not placed yet. The reader's callback references this dict and
         # not `self`: in a reference cycle, the request's layers would stay in memory until the next garbage collection.
         self._read: dict[int, list[RowsKV]] = {}
-        self._placing: dict[int, Callable[[], None]] = {}  # with kernels: places a layer that was read
+        self._unplaced: dict[int, tuple[ChunkGroup, Sequence[StoredLayer]]] = {}  # the same for kernels, as stored
         waits = corrects_drift and not layers.uses_kernels
         self._movable = {each.start for each in placements if waits and not each.exact}
         self._waiting: dict[int, list[RowsKV]] = {}  # chunks to be corrected, by layer
@@ -298,8 +298,9 @@ class PagedLayerLoader(LayerLoader):
             self._agree(layer)
         super().wait(layer)
         start_s = perf_counter()
-        if layer in self._placing:
-            self._placing.pop(layer)()
+        if layer in self._unplaced:
+            group, parts = self._unplaced.pop(layer)
+            group.place_by_kernels(parts, self._paged.pages(layer), self._layers.kernel_rotation(layer, group.end))
         read = self._read.pop(layer, [])
         movable = self._movable if layer else ()  # the first layer is exact as stored
         waiting = [(rows, kv) for rows, kv in read if rows.start in movable]
@@ -362,8 +363,7 @@ class PagedLayerLoader(LayerLoader):
 
     def _place_group(self, layer: int, group: ChunkGroup, parts: Sequence[StoredLayer]) -> None:
         if self._paged.has_pages:
-            rotation = self._layers.kernel_rotation(layer, group.end)
-            self._placing[layer] = partial(group.place_by_kernels, parts, self._paged.pages(layer), rotation)
+            self._unplaced[layer] = group, parts
         else:
             super()._place_group(layer, group, parts)
 
