@@ -203,14 +203,14 @@ def count_in_vllm(num_layers: int, num_chunks: int, *, with_kernels: bool) -> di
 
 
 def _count_full_prefill(layers: Any, num_tokens: int) -> Count:
-    """Return the counts of vLLM's own pass over `num_tokens` tokens, in its first blocks."""
+    """Return the counts of vLLM's own pass over as many of `num_tokens` tokens as one call has, in its first blocks."""
     from ragblend.engine.vllm.worker_side.paged import PagedKV
 
     rows, blocks = torch.arange(num_tokens), range(1, 2 + num_tokens // layers.block_size)
     with torch.inference_mode():
-        (call,) = layers.attention_calls([rows], [PagedKV(layers, list(blocks), num_tokens)])
+        call, *_ = layers.attention_calls([rows], [PagedKV(layers, list(blocks), num_tokens)])
         with Operations() as operations, DeviceLooks() as looks:
-            layers.forward(torch.zeros_like(rows), call)
+            layers.forward(torch.zeros_like(call.positions), call)
     return Count(operations.num, dict(looks.places))
 
 

@@ -1,17 +1,18 @@
-"""MLA in vLLM: entries of both engines, and blends over latents."""
+"""MLA in vLLM: entries of both engines, and scattered rows that attend together, as on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 from continued import Continued, assert_continues
 from harness import PREFIX, ask, assert_same_answer, engine, ingest, recorded_selections, report
-from test_blend import CHUNKS, STEPS, TOLERANCE, blend_params, patchy_prompt, plain_prompt
+from test_blend import CHUNKS, STEPS, TOLERANCE, blend_params, counted_together, patchy_prompt, plain_prompt
 from test_families import LATENT_OPTIONS, make_family
 
 from ragblend.engine.load import load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.vllm.launch import find_checkpoint
 from ragblend.engine.vllm.support import model_kv_spec
+from ragblend.engine.vllm.worker_side.layers import VllmLayers
 
 pytestmark = pytest.mark.timeout(300)
 TEXTS = ["the theory of the first chunk answers the question", "another chunk, and the theory of that question"]
@@ -47,15 +48,17 @@ def test_both_engines_store_the_same_latents_under_the_same_key(latent_model, tm
                 assert (mine - other).abs().max() <= 1e-4 * other.abs().max()  # float32: rounding alone
 
 
-def test_blends_over_latents_are_those_of_the_reference(latent_model, tmp_path):
+def test_scattered_rows_attend_together_over_resident_latents(latent_model, tmp_path, monkeypatch):
     model, path = latent_model
+    monkeypatch.setattr(VllmLayers, "attends_scattered_rows_together", True)
     reference = Continued(model)
     with engine(path, tmp_path, **LATENT_OPTIONS) as llm:
         for chunk in CHUNKS:
             assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
         for prompt, rule, ratio in ((plain_prompt(), "ask", 0.15), (patchy_prompt(), "cacheblend", 0.5)):
-            with recorded_selections() as selections:
+            with recorded_selections() as selections, counted_together() as counts:
                 output = ask(llm, prompt.ids, blend_params(ratio, rule), STEPS)
+            assert any(counts)
             expected = reference.blended(prompt.parts, ratio, rule, selections[-1], prompt.question_start)
             assert selections[-1] == expected.selected
             assert_continues(output, reference, TOLERANCE)

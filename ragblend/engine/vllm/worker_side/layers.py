@@ -63,8 +63,9 @@ class _BlockKV(Protocol):
     """What these layers need of a request's KV in blocks (`PagedKV`)."""
 
     blocks: Tensor
+    has_pages: bool
 
-    def attends_by_kernels(self, layer: int) -> bool: ...
+    def should_attend_together(self, layer: int, has_hook: bool) -> bool: ...
 
 
 class VllmLayers:
@@ -105,7 +106,7 @@ class VllmLayers:
         self.num_ranks: int = get_tensor_model_parallel_world_size()
         self.rank: int = get_tensor_model_parallel_rank()
         builder = self._attention[0].get_attn_backend().get_builder_cls()
-        # The latest result of `attention_calls`: its rows and blocks, `by_kernels`, and the calls.
+        # The latest result of `attention_calls`: its rows and blocks, `together`, and the calls.
         self._latest_calls: tuple[list[Tensor], bool, list[AttentionCall]] = [], False, []
         self.cache = PagedCache(
             self._attention,
@@ -136,6 +137,14 @@ class VllmLayers:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self._attention)
+
+    @property
+    def attends_scattered_rows_together(self) -> bool:
+        """True if one attention call may run scattered rows: by kernels, or over the resident layer (one tensor).
+
+        False on a CPU, because vLLM's own kernel over the paged cache is always faster there (`benchmarks.scattered`).
+        """
+        return self.uses_kernels or self.device.type != "cpu"
 
     @torch.inference_mode()
     def _can_use_kernels(self) -> bool:
@@ -193,7 +202,7 @@ class VllmLayers:
         The tokens' keys and values are written to `fused`, a PagedKV. Before that, `hook` receives the pre-RoPE keys
         and the values of `rows[hook.row_indices]`.
         """
-        calls = self.attention_calls([rows], [fused], fused.attends_by_kernels(layer))
+        calls = self.attention_calls([rows], [fused], fused.should_attend_together(layer, hook is not None))
         return self._run_calls(layer, hidden, calls, [hook], [fused])
 
     def run_layer_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
@@ -202,8 +211,10 @@ class VllmLayers:
             return [self.run_layer(*runs[0])]
         counts, rows = [len(run.rows) for run in runs], [run.rows for run in runs]
         fused = [cast("_BlockKV", run.fused) for run in runs]
-        by_kernels = all(each.attends_by_kernels(run.layer) for each, run in zip(fused, runs, strict=True))
-        calls = self.attention_calls(rows, fused, by_kernels)
+        together = all(
+            each.should_attend_together(run.layer, run.hook is not None) for each, run in zip(fused, runs, strict=True)
+        )
+        calls = self.attention_calls(rows, fused, together)
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
         hooks = [run.hook for run in runs]
         return list(torch.split(self._run_calls(layer, hidden, calls, hooks, fused, counts), counts))
@@ -220,7 +231,6 @@ class VllmLayers:
         fits = len(rows) <= self.max_rows
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
-        by_kernels = fused.attends_by_kernels(layer)
         for part, positions in [(hidden, rows)] if fits else split:
             whole = RequestRows(0, slice(0, len(part)), positions, positions_on_host(positions))
             with self._attending_over(layer, [whole], [fused], probe_hook=alone) as seen, self._context(len(part)):
@@ -228,7 +238,7 @@ class VllmLayers:
             queries += seen
         if probe_hook is not None and alone is None:
             scale = self._attention[layer].impl.scale
-            pages = fused.pages(layer) if by_kernels else None
+            pages = fused.pages(layer) if fused.has_pages else None
             probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer], pages=pages)
             end = positions_on_host(rows)[-1] + 1
             probe_hook(probe_queries, pages.keys if pages else self._resident_kv(layer, fused, end).keys, None)
@@ -257,24 +267,24 @@ class VllmLayers:
         return self.cache.read(layer, blocks)
 
     def attention_calls(
-        self, rows: Sequence[Tensor], fused: Sequence[_BlockKV], by_kernels: bool = False
+        self, rows: Sequence[Tensor], fused: Sequence[_BlockKV], together: bool = False
     ) -> list[AttentionCall]:
         """Return the attention calls for the `rows` [R] of each request, whose KV is in `fused`.
 
-        `by_kernels`: True if Triton's kernels compute the calls, False if vLLM's backend does. The latest result is
-        cached, because most layers run the same rows as the layer before.
+        `together`: True if the rows attend by kernels or to the resident layers (see `PagedKV`), False if by vLLM's
+        backend. The latest result is cached, because most layers run the same rows as the layer before.
         """
         key = [*rows, *(each.blocks for each in fused)]
-        latest_rows, were_by_kernels, calls = self._latest_calls
-        if len(latest_rows) != len(key) or were_by_kernels != by_kernels or any(map(operator.is_not, latest_rows, key)):
-            if by_kernels:
-                calls = self.split_kernel_calls(rows)
+        latest_rows, were_together, calls = self._latest_calls
+        if len(latest_rows) != len(key) or were_together != together or any(map(operator.is_not, latest_rows, key)):
+            if together:
+                calls = self.split_shared_calls(rows)
             else:
                 tables = pad_sequence([each.blocks for each in fused], batch_first=True)
                 counts = torch.tensor([len(each) for each in rows])
                 owners = torch.repeat_interleave(torch.arange(len(rows)), counts).to(self.device)
                 calls = self.split_calls(torch.cat(list(rows)), tables, owners)
-            self._latest_calls = key, by_kernels, calls
+            self._latest_calls = key, together, calls
         return calls
 
     def split_calls(self, rows: Tensor, tables: Tensor, owners: Tensor) -> list[AttentionCall]:
@@ -288,8 +298,8 @@ class VllmLayers:
             for runs in cut_runs(apart.tolist(), self.max_rows, self.max_runs)
         ]
 
-    def split_kernel_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
-        """Split the rows of several requests into attention calls by kernels.
+    def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
+        """Split the rows of several requests into attention calls by kernels or over the requests' resident layers.
 
         `rows`: positions [R] of each request. A call has at most `max_rows` rows.
         """
@@ -380,7 +390,7 @@ class VllmLayers:
         counts: Sequence[int] = (0,),
     ) -> Tensor:
         """Run a layer over `hidden` in `calls`. `hooks`: of each request, which has this number of rows in `counts`."""
-        if len(calls) == 1 and calls[0].parts:
+        if len(calls) == 1 and calls[0].parts and all(each.has_pages for each in fused):
             return self._run(layer, hidden, calls[0], fused, hooks)
         firsts = itertools.accumulate(counts[:-1], initial=0)
         called = [
@@ -457,7 +467,7 @@ class VllmLayers:
                 theirs, mine, end = fused[owner], states[:, span], positions[-1] + 1
                 its_fresh = LayerKV(fresh.keys[:, span], fresh.values[:, span])
                 output = None
-                if theirs.attends_by_kernels(layer):
+                if theirs.has_pages:
                     pages = theirs.pages(layer)
                     hook = hooks[owner] if hooks else None
                     rotation = self.kernel_rotation(layer, end)

@@ -51,7 +51,8 @@ class PagedKV:
 
     Without kernels, reading KV from blocks is slow. The KV of one layer at a time is then also kept in a tensor: the
     resident layer. `kept`: indices of the layers for which this is done. Placing a kept layer replaces the resident
-    layer. With kernels, `pages` returns a layer in its blocks, and rows of kept layers attend to it by kernels.
+    layer. `fully_resident_layer` is the resident layer's index once all placed rows are in the tensor, else None. With
+    kernels, `pages` returns a layer in its blocks, and rows of kept layers attend to it by kernels.
 
     The capacity is `num_rows` + `num_probe_rows`. The first `num_rows` rows have blocks. The other rows are for a query
     probe, and exist only in the resident layer, or with kernels in a buffer of the size of their blocks. The blocks of
@@ -79,6 +80,7 @@ class PagedKV:
         self._kept = frozenset(kept)
         # The layer and its KV, [capacity, H, D] as vLLM's functions require it.
         self._resident_layer: tuple[int, LayerKV] | None = None
+        self.fully_resident_layer: int | None = None
         self._nothing = torch.empty(0, 0, 0, dtype=layers.dtype, device=layers.device)
         self.has_pages = layers.uses_kernels
         if self.has_pages:
@@ -177,7 +179,7 @@ class PagedKV:
         kept = self._resident_layer[1] if self._resident_layer is not None else None
         shapes = shapes or [tensor.shape[1:] for tensor in in_blocks]
         kept = kept or LayerKV(*(self._nothing.new_zeros(self._capacity, *shape) for shape in shapes))
-        self._resident_layer = (layer, kept)
+        self._resident_layer, self.fully_resident_layer = (layer, kept), None
         for target, tensor in zip(kept, in_blocks, strict=False):
             target[: self._num_resident] = tensor[: self._num_resident]
         return kept
@@ -193,6 +195,7 @@ class PagedKV:
         """
         if layer in self._kept and not self.has_pages:
             self._make_resident(layer)
+            self.fully_resident_layer = layer
 
     def read_rows(self, layer: int, rows: Tensor) -> LayerKV:
         """Return the rotated keys and values [R, H, D] at `rows` [R], which are among the first `num_resident`.
@@ -241,9 +244,13 @@ class PagedKV:
             self.place(layer, [(slice(placement.start, placement.end), placement.kv.layer(layer))])
         self.length = placement.end
 
-    def attends_by_kernels(self, layer: int) -> bool:
-        """Return True if rows of `layer` attend to the blocks by kernels, False if by vLLM's backend."""
-        return self.has_pages and layer in self._kept
+    def should_attend_together(self, layer: int, has_hook: bool) -> bool:
+        """Return True if scattered rows of `layer` attend in one call: by kernels, or to the resident layer.
+
+        `has_hook`: the layer runs with a FreshRowsCallback, which makes all placed rows resident.
+        """
+        can_attend = self.has_pages or has_hook or self.fully_resident_layer == layer
+        return self._layers.attends_scattered_rows_together and layer in self._kept and can_attend
 
 
 class PagedLayerLoader(LayerLoader):
@@ -276,6 +283,7 @@ class PagedLayerLoader(LayerLoader):
         waits = corrects_drift and not layers.uses_kernels
         self._movable = {each.start for each in placements if waits and not each.exact}
         self._waiting: dict[int, list[RowsKV]] = {}  # chunks to be corrected, by layer
+        self._staying: dict[int, list[RowsKV]] = {}  # the layer's other chunks, to make them resident again
         self._place_s = 0.0
         super().__init__(
             placements,
@@ -308,7 +316,11 @@ class PagedLayerLoader(LayerLoader):
         self._paged.place(layer, staying)
         if waiting:
             self._waiting[layer] = waiting
+            if self._layers.attends_scattered_rows_together:
+                self._staying[layer] = staying
             self._paged.place_in_resident_layer(layer, waiting)
+        elif read:
+            self._paged.fully_resident_layer = layer
         self._count_placing(start_s)
 
     def _count_placing(self, start_s: float) -> None:
@@ -358,7 +370,10 @@ class PagedLayerLoader(LayerLoader):
                 self._paged.add_drift(layer, (), drift, shares)
             return
         start_s = perf_counter()
+        # Another layer may have been the resident one since `wait`.
+        self._paged.place_in_resident_layer(layer, self._staying.pop(layer, []))
         self._paged.place(layer, self._waiting.pop(layer), drift, shares)
+        self._paged.fully_resident_layer = layer
         self._count_placing(start_s)
 
     def _place_group(self, layer: int, group: ChunkGroup, parts: Sequence[StoredLayer]) -> None:
