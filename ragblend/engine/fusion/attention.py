@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ragblend.engine.fusion.paged_layer import PagedLayer
 from ragblend.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from ragblend.engine.fusion.protocols import PagedLayer
 
 # --- rotation of keys
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ragblend.engine.fusion.attention import Rotation, positions_on_device
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
-from ragblend.engine.fusion.paged_layer import PagedLayer
 from ragblend.engine.fusion.plan import FusedKV, Placement
+from ragblend.engine.fusion.protocols import PagedLayer
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer, concatenate_rows, dequantized, is_in_memory
 
 if TYPE_CHECKING:
@@ -256,7 +256,12 @@ class LayerLoader:
         if model.uses_kernels:
             from ragblend.engine.fusion import kernels
 
-            kernels.add_drift(fused.pages(layer, count), drift, shares, model.kernel_rotation(layer, count))
+            kernels.add_drift(
+                PagedLayer.from_contiguous(fused.layer(layer, count)),
+                drift,
+                shares,
+                model.kernel_rotation(layer, count),
+            )
             return
         if len(self._rows) != count:
             self._rows = positions_on_device(np.arange(count), shares.device)
@@ -302,7 +307,8 @@ class LayerLoader:
         """Place one layer of the group's chunks, given as stored."""
         if self._correctable is not None and self._correctable[0].uses_kernels:
             model, fused = self._correctable
-            group.place_by_kernels(parts, fused.pages(layer, group.end), model.kernel_rotation(layer, group.end))
+            pages = PagedLayer.from_contiguous(fused.layer(layer, group.end))
+            group.place_by_kernels(parts, pages, model.kernel_rotation(layer, group.end))
             return
         keys, values = concatenate_rows(list(map(dequantized, parts)))
         keys = self._place(layer, keys, group.rows)

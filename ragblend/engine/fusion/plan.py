@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ragblend.engine.fusion.attention import positions_on_host
 from ragblend.engine.fusion.check_layers import CheckLayer, mean_ratio, schedule_check_layers
-from ragblend.engine.fusion.paged_layer import PagedLayer
 from ragblend.engine.fusion.protocols import LayerwiseModel
 from ragblend.engine.fusion.rules import (
     NO_PROBE_RULE,
@@ -114,10 +113,6 @@ class FusedKV:
         if capacity > self._layers[layer].keys.shape[1]:
             self._grow(capacity)
         return self._layers[layer]
-
-    def pages(self, layer: int, capacity: int) -> PagedLayer:
-        """Return one layer, of at least `capacity` tokens, as kernels take it."""
-        return PagedLayer.from_contiguous(self.layer(layer, capacity))
 
     def _grow(self, needed: int) -> None:
         # A quarter more at a time keeps the copying linear in the number of decoded tokens.

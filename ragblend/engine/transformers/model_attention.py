@@ -20,9 +20,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, Rotation, attend_rows
-from ragblend.engine.fusion.paged_layer import PagedLayer
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
+from ragblend.engine.fusion.protocols import FreshRowsCallback, PagedLayer, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
 from ragblend.engine.transformers.families import AttentionFamily
@@ -61,7 +60,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
             from ragblend.engine.fusion.kernels import write_fresh_rows
 
             assert isinstance(self._fused, FusedKV)
-            pages = self._fused.pages(layer_idx, self._end)
+            pages = PagedLayer.from_contiguous(self._fused.layer(layer_idx, self._end))
             write_fresh_rows(pages, self._rows, fresh, self._kernel_rotation, self._hook)
             return self.read(layer_idx)
         if self._hook is not None:

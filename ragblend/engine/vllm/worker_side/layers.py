@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
@@ -30,10 +30,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ragblend.engine.fusion.attention import (
-    AttentionExtras,
     ProbeQueries,
     Rotation,
-    attend_rows,
     has_kernels,
     inverse_tables,
     positions_on_host,
@@ -47,13 +45,8 @@ from ragblend.engine.vllm.support import reject_kv_groups
 from ragblend.engine.vllm.worker_side.adapters import without_adapters
 from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.engine.vllm.worker_side.decoder import StopLayerError, find_decoder, stop_layer
-from ragblend.engine.vllm.worker_side.latent import (
-    absorb_queries,
-    attended_keys,
-    expand_output,
-    is_latent,
-    use_plan,
-)
+from ragblend.engine.vllm.worker_side.latent import is_latent, use_plan
+from ragblend.engine.vllm.worker_side.own_attention import OwnAttention
 from ragblend.engine.vllm.worker_side.paged_cache import PagedCache
 
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
@@ -94,8 +87,8 @@ class VllmLayers:
         self._adapters = getattr(model, "lora_manager", None)
         self._attention = self._decoder.attention
         self._names = [attention.layer_name for attention in self._attention]
-        self._attention_params = [_attention_params(attention) for attention in self._attention]
-        without_window = tuple(layer for layer, params in enumerate(self._attention_params) if params.window is None)
+        self._own = [OwnAttention(attention, layer) for layer, attention in enumerate(self._attention)]
+        without_window = tuple(layer for layer, own in enumerate(self._own) if own.params.window is None)
         self.global_layers = without_window if len(without_window) < self.num_layers else ()
         """As `TransformersLayers.global_layers`."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -181,7 +174,7 @@ class VllmLayers:
                 try:
                     self._decoder.run_layer(layer, positions, part)
                 except StopLayerError:
-                    projected.append(self._as_heads(layer, *kept))
+                    projected.append(self._own[layer].as_heads(*kept))
         return concatenate_rows(projected)
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
@@ -233,15 +226,14 @@ class VllmLayers:
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
         for part, positions in [(hidden, rows)] if fits else split:
             whole = RequestRows(0, slice(0, len(part)), positions, positions_on_host(positions))
-            with self._attending_over(layer, [whole], [fused], probe_hook=alone) as seen, self._context(len(part)):
+            with self._own[layer].in_place([whole], [fused], probe_hook=alone) as seen, self._context(len(part)):
                 outputs.append(self._decoder.run_layer(layer, positions, part))
             queries += seen
         if probe_hook is not None and alone is None:
-            scale = self._attention[layer].impl.scale
-            pages = fused.pages(layer) if fused.has_pages else None
-            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer], pages=pages)
+            own, pages = self._own[layer], fused.pages(layer) if fused.has_pages else None
+            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, own.scale, own.params, pages=pages)
             end = positions_on_host(rows)[-1] + 1
-            probe_hook(probe_queries, pages.keys if pages else self._resident_kv(layer, fused, end).keys, None)
+            probe_hook(probe_queries, pages.keys if pages else own.resident_kv(fused, end).keys, None)
         return torch.cat(outputs)
 
     def run_layer_keeping_unrotated_kv(
@@ -407,7 +399,7 @@ class VllmLayers:
             return self._run(layer, hidden, calls[0], fused)
 
         def call_hooks() -> None:
-            fresh = self._as_heads(layer, *kept)
+            fresh = self._own[layer].as_heads(*kept)
             for row_indices, callback, *_ in called:
                 callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
@@ -423,7 +415,7 @@ class VllmLayers:
         hooks: Sequence[FreshRowsCallback | None] = (),
     ) -> Tensor:
         if call.parts:
-            with self._attending_over(layer, call.parts, fused, hooks), self._context(len(hidden)):
+            with self._own[layer].in_place(call.parts, fused, hooks), self._context(len(hidden)):
                 return self._decoder.run_layer(layer, call.positions, hidden)
         with self._context(len(hidden), call):
             return self._decoder.run_layer(layer, call.positions, hidden)
@@ -436,92 +428,6 @@ class VllmLayers:
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Return the final norm [R, hidden size] of the last layer's output. Needs a call of `forward` before it."""
         return self._decoder.final_norm(hidden)
-
-    @contextmanager
-    def _attending_over(
-        self,
-        layer: int,
-        parts: Sequence[RequestRows],
-        fused: Sequence[Any],
-        hooks: Sequence[FreshRowsCallback | None] = (),
-        probe_hook: QueryProbeHook | None = None,
-    ) -> Iterator[list[Tensor]]:
-        """Replace the layer's attention inside the block by ragblend's own: over the blocks by kernels, or over the
-        resident layers of `fused`.
-
-        `parts` are the rows of each request. Their keys and values are written to its KV first. With kernels, this also
-        corrects the drift of each request's kept rows, by its hook in `hooks`. `probe_hook` may compute the attention
-        instead. Yield a list that receives the queries [Hq, R, D] of each part.
-        """
-        attention, seen = self._attention[layer], []
-        params, scale, latent = self._attention_params[layer], attention.impl.scale, is_latent(attention)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any, **_options: Any) -> Tensor:
-            if latent:  # the latent comes before the shared key
-                fresh, states = self._as_heads(layer, value, key), absorb_queries(attention, query)
-            else:
-                fresh = self._as_heads(layer, key, value)
-                states = query.reshape(len(query), attention.num_heads, attention.head_size).transpose(0, 1)
-            outputs = []
-            for owner, span, rows, positions in parts:
-                theirs, mine, end = fused[owner], states[:, span], positions[-1] + 1
-                its_fresh = LayerKV(fresh.keys[:, span], fresh.values[:, span])
-                output = None
-                if theirs.has_pages:
-                    pages = theirs.pages(layer)
-                    hook = hooks[owner] if hooks else None
-                    rotation = self.kernel_rotation(layer, end)
-                    probe_queries = ProbeQueries(mine, rows, scale, params, positions, pages)
-                    output = self._attend_by_kernels(probe_queries, its_fresh, rotation, hook, probe_hook)
-                else:
-                    theirs.write(layer, rows, *its_fresh)
-                    keys, values = self._resident_kv(layer, theirs, end)
-                    probe_queries = ProbeQueries(mine, rows, scale, params, positions)
-                    output = probe_hook(probe_queries, keys, values) if probe_hook is not None else None
-                    if output is None:
-                        output = attend_rows(mine[None], keys[None], values[None], rows, scale, params, positions)[0]
-                outputs.append(output)
-                seen.append(mine)
-            joined = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-            return expand_output(attention, joined) if latent else joined.transpose(0, 1).flatten(1)
-
-        attention.forward = attend  # an attribute of the instance hides the class's method
-        try:
-            yield seen
-        finally:
-            del attention.forward
-
-    @staticmethod
-    def _attend_by_kernels(
-        queries: ProbeQueries,
-        fresh: LayerKV,
-        rotation: Rotation,
-        hook: FreshRowsCallback | None,
-        probe_hook: QueryProbeHook | None,
-    ) -> Tensor:
-        """Write the `fresh` rows of `queries` [H, R, D] to its pages. Return the attention [Hq, R, D] to them."""
-        from ragblend.engine.fusion import kernels
-
-        states, rows, scale, params, _, pages = queries
-        assert pages is not None
-        kernels.write_fresh_rows(pages, rows, fresh, rotation, hook)
-        output = probe_hook(queries, pages.keys, pages.values) if probe_hook is not None else None
-        return kernels.attend(states[None], pages, rows, scale, params)[0].transpose(0, 1) if output is None else output
-
-    def _as_heads(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
-        """Reshape keys and values [R, H * D] to [H, R, D]."""
-        attention = self._attention[layer]
-        if is_latent(attention):
-            return LayerKV(keys.reshape(1, len(keys), -1), values.reshape(1, len(values), -1))
-        return LayerKV(
-            keys.reshape(-1, attention.num_kv_heads, attention.head_size).transpose(0, 1),
-            values.reshape(-1, attention.num_kv_heads, attention.head_size_v).transpose(0, 1),
-        )
-
-    def _resident_kv(self, layer: int, fused: Any, end: int) -> LayerKV:
-        """Return the first `end` rows of the resident layer, [H, end, D], as the layer's queries attend to them."""
-        kv = LayerKV(fused.keys(layer)[:, :end], fused.values(layer)[:, :end])
-        return LayerKV(attended_keys(kv), kv.values) if is_latent(self._attention[layer]) else kv
 
     def _make_call(
         self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
@@ -559,10 +465,3 @@ class VllmLayers:
             return tables
         split = tables[..., None] * self._kernel_blocks + torch.arange(self._kernel_blocks, device=tables.device)
         return split.flatten(1)
-
-
-def _attention_params(attention: Any) -> AttentionExtras:
-    """Return sliding window, softcap and sinks of vLLM's attention layer."""
-    impl = attention.impl
-    softcap = getattr(impl, "logits_soft_cap", None) or None  # some backends have 0 for no softcap
-    return AttentionExtras(getattr(attention, "sliding_window", None), softcap, getattr(impl, "sinks", None))

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ragblend.engine.fusion.attention import positions_on_host
 from ragblend.engine.fusion.loader import DEPTH, ChunkGroup, LayerLoader
-from ragblend.engine.fusion.paged_layer import PagedLayer
 from ragblend.engine.fusion.plan import Placement
+from ragblend.engine.fusion.protocols import FreshRowsCallback, PagedLayer
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer
 from ragblend.errors import DamagedEntryError, RagblendError
 
@@ -100,9 +100,7 @@ class PagedKV:
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write rotated `keys` and `values` [H, R, D] at `rows` [R], ascending."""
         if self.has_pages:
-            from ragblend.engine.fusion import kernels
-
-            kernels.write_rows(self.pages(layer), rows, LayerKV(keys, values))
+            self.write_by_kernels(layer, rows, LayerKV(keys, values))
             return
         keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         if self._resident_layer is not None and self._resident_layer[0] == layer:
@@ -117,7 +115,14 @@ class PagedKV:
         if len(rows):
             self._layers.write(layer, self._slots[rows], keys, values)
 
-    def pages(self, layer: int, _capacity: int = 0) -> PagedLayer:
+    def write_by_kernels(self, layer: int, rows: Tensor, fresh: LayerKV, hook: FreshRowsCallback | None = None) -> None:
+        """Write the rotated `fresh` KV [H, R, D] at `rows` [R], after the drift correction of `hook`, if it has one."""
+        from ragblend.engine.fusion import kernels
+
+        end = len(self._positions) if hook is None or hook.correction is None else len(hook.correction.shares)
+        kernels.write_fresh_rows(self.pages(layer), rows, fresh, self._layers.kernel_rotation(layer, end), hook)
+
+    def pages(self, layer: int) -> PagedLayer:
         """Return a layer's KV in the blocks, as kernels take it. Only if `has_pages`."""
         return PagedLayer(*self._layers.cache.pages(layer), self._tables[layer])
 
