@@ -164,6 +164,7 @@ def count_in_transformers(num_layers: int, num_chunks: int, *, with_kernels: boo
 
 def count_in_vllm(num_layers: int, num_chunks: int, *, with_kernels: bool) -> dict[str, Count]:
     """Return the counts of one request of each case, as `count_in_transformers` does."""
+    from ragblend.engine.vllm.worker_side import self_check
     from ragblend.engine.vllm.worker_side.worker import BlendWorker, worker_of_this_process
     from ragblend.lab.bench.ttft_vllm import open_vllm
 
@@ -171,7 +172,8 @@ def count_in_vllm(num_layers: int, num_chunks: int, *, with_kernels: bool) -> di
     chunks, prompts = make_prompts(num_chunks, CHUNK_TOKENS, QUESTION_TOKENS, 1, shape.vocab_size)
     config = TtftConfig(
         backend="vllm", dtype="bfloat16", num_chunks=num_chunks, chunk_tokens=CHUNK_TOKENS,
-        question_tokens=QUESTION_TOKENS, vllm_options={"enforce_eager": True},
+        question_tokens=QUESTION_TOKENS,
+        vllm_options={"enforce_eager": True, "max_num_batched_tokens": 16384},  # all tokens of a layer in one call
     )  # fmt: skip
     counts: dict[str, Count] = {}
     run_slice = BlendWorker.run_slice
@@ -186,6 +188,7 @@ def count_in_vllm(num_layers: int, num_chunks: int, *, with_kernels: bool) -> di
         patch.dict(SHAPES, operations=shape),
         gpu_branches(),
         patch.object(attention, "KERNEL_DEVICES", frozenset({"cpu"} if with_kernels else ())),
+        patch.object(self_check, "self_check"),  # it would run the kernels for minutes, in Triton's interpreter
         open_vllm(config, "operations", num_prompts=2, memory_gib=1.0) as engine,
     ):
         for _ in engine.precompute_all(chunks):

@@ -20,7 +20,6 @@ CASES = {
     "reuse": {"mode": "reuse"},
     "ask": blend_params(0.15, "ask"),
     "cacheblend": blend_params(0.15),
-    "gradual": blend_params(0.15, "cacheblend_gradual"),
     "all": blend_params(1.0),
 }
 PROMPTS = {"plain": plain_prompt().ids, "patchy": patchy_prompt().ids}
@@ -53,16 +52,17 @@ def run_all(model: Path, store: Path, *, by_kernels: bool) -> dict[tuple[str, st
             for chunk in CHUNKS:
                 assert ingest(llm, PREFIX, chunk)["refused_reason"] == ""
             for prompt, ids in PROMPTS.items():
-                results[prompt, "full"] = ask(llm, ids)
+                results[prompt, "full"] = ask(llm, ids, None, 2)
                 for name, params in CASES.items():
                     with recorded_selections() as selections, recorded_kv() as kvs:
-                        answer = ask(llm, ids, params)
+                        answer = ask(llm, ids, params, 2)
                     assert report(answer)["num_chunk_hits"] == 3
                     results[prompt, name] = answer, selections[-1], kvs[-1]
     return results
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_blend_by_kernels_equals_the_blend_by_torch(family, checkpoint, tmp_path):
     pytest.importorskip("triton")
     expected = run_all(checkpoint(family), tmp_path / "torch", by_kernels=False)
