@@ -144,7 +144,8 @@ class VllmLayers:
         """Return True if the kernels run on this device, over a cache of the model's dtype, by known rotary tables."""
         if not has_kernels(self.device) or not self.cache.has_pages:
             return False
-        return all(self._decoder.key_rotation(layer, 1) is not None for layer in range(self.num_layers))
+        with self.without_adapters():  # layers run to find out how they rotate
+            return all(self._decoder.key_rotation(layer, 1) is not None for layer in range(self.num_layers))
 
     def kernel_rotation(self, layer: int, end: int) -> Rotation:
         """Return the rotation of a layer's keys to any position before `end`, as kernels take it."""
