@@ -165,6 +165,7 @@ def count_in_transformers(num_layers: int, num_chunks: int, *, with_kernels: boo
 def count_in_vllm(num_layers: int, num_chunks: int, *, with_kernels: bool) -> dict[str, Count]:
     """Return the counts of one request of each case, as `count_in_transformers` does."""
     from ragblend.engine.vllm.worker_side import self_check
+    from ragblend.engine.vllm.worker_side.layers import VllmLayers
     from ragblend.engine.vllm.worker_side.worker import BlendWorker, worker_of_this_process
     from ragblend.lab.bench.ttft_vllm import open_vllm
 
@@ -188,6 +189,7 @@ def count_in_vllm(num_layers: int, num_chunks: int, *, with_kernels: bool) -> di
         patch.dict(SHAPES, operations=shape),
         gpu_branches(),
         patch.object(attention, "KERNEL_DEVICES", frozenset({"cpu"} if with_kernels else ())),
+        patch.object(VllmLayers, "attends_scattered_rows_together", True),
         patch.object(self_check, "self_check"),  # it would run the kernels for minutes, in Triton's interpreter
         open_vllm(config, "operations", num_prompts=2, memory_gib=1.0) as engine,
     ):
