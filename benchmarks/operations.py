@@ -1,13 +1,15 @@
 """Operations that the host starts for one blended request, and what makes it wait, counted without a GPU.
 
     python -m benchmarks.operations --out data/results/operations.json
+    python -m benchmarks.operations --backend vllm --out data/results/operations-vllm.json
 
 On a GPU the host starts each operation, which takes longer than the operation itself over the few rows that a blend
 recomputes. So the number of operations a layer limits a short request. It is the slope between a model of 12 layers and
 one of 24, of a prompt of 8 chunks; views do not count. The branches that a GPU takes are forced. A launch of one of
 Triton's kernels counts as one operation and is not executed. `runs_without_kernels` are the counts of torch alone. Host
 reads are waits for the device: operations that read a tensor's values. `per_chunk` is how many operations each further
-chunk adds.
+chunk adds. In vLLM the counts of a blend are those of the connector's worker, by vLLM's layers for CPUs, and `full` is
+vLLM's own pass without compiling. Read `measure` first.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from ragblend.cli.session import quiet_libraries, set_num_threads
 from ragblend.engine.fusion import attention, plan
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import UsageError
+from ragblend.lab.bench.common.configs import Backend, TtftConfig
 from ragblend.lab.bench.common.shapes import SHAPES, DecoderShape
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts
 from ragblend.options import Mode
@@ -135,7 +138,7 @@ class Count(NamedTuple):
     host_reads: dict[str, int]
 
 
-def count_operations(num_layers: int, num_chunks: int, *, with_kernels: bool) -> dict[str, Count]:
+def count_in_transformers(num_layers: int, num_chunks: int, *, with_kernels: bool) -> dict[str, Count]:
     """Return the counts of one request of each case, by a model with the heads of Llama 3.1 8B and little width."""
     shape = DecoderShape("llama", num_layers, 64, 128, 32, 8, 16, 2048, 131072, 500000.0)
     chunks, prompts = make_prompts(num_chunks, CHUNK_TOKENS, QUESTION_TOKENS, 1, shape.vocab_size)
@@ -159,6 +162,63 @@ def count_operations(num_layers: int, num_chunks: int, *, with_kernels: bool) ->
     return found
 
 
+def count_in_vllm(num_layers: int, num_chunks: int, *, with_kernels: bool) -> dict[str, Count]:
+    """Return the counts of one request of each case, as `count_in_transformers` does."""
+    from ragblend.engine.vllm.worker_side import self_check
+    from ragblend.engine.vllm.worker_side.layers import VllmLayers
+    from ragblend.engine.vllm.worker_side.worker import BlendWorker, worker_of_this_process
+    from ragblend.lab.bench.ttft_vllm import open_vllm
+
+    shape = DecoderShape("llama", num_layers, 64, 128, 4, 2, 32, 2048, 131072, 500000.0)
+    chunks, prompts = make_prompts(num_chunks, CHUNK_TOKENS, QUESTION_TOKENS, 1, shape.vocab_size)
+    config = TtftConfig(
+        backend="vllm", dtype="bfloat16", num_chunks=num_chunks, chunk_tokens=CHUNK_TOKENS,
+        question_tokens=QUESTION_TOKENS,
+        vllm_options={"enforce_eager": True, "max_num_batched_tokens": 16384},  # all tokens of a layer in one call
+    )  # fmt: skip
+    counts: dict[str, Count] = {}
+    run_slice = BlendWorker.run_slice
+
+    def counted(worker: BlendWorker, *args: Any) -> Any:
+        with Operations() as operations, DeviceLooks() as looks:
+            results = run_slice(worker, *args)
+        seen.append(Count(operations.num, dict(looks.places)))
+        return results
+
+    with (
+        patch.dict(SHAPES, operations=shape),
+        gpu_branches(),
+        patch.object(attention, "KERNEL_DEVICES", frozenset({"cpu"} if with_kernels else ())),
+        patch.object(VllmLayers, "attends_scattered_rows_together", True),
+        patch.object(self_check, "self_check"),  # it would run the kernels for minutes, in Triton's interpreter
+        open_vllm(config, "operations", num_prompts=2, memory_gib=1.0) as engine,
+    ):
+        for _ in engine.precompute_all(chunks):
+            pass
+        for name, (mode, rule, ratio) in CASES.items():
+            for _ in range(2):  # the first request makes what is made once
+                seen: list[Count] = []
+                engine.reset_prefix_cache()
+                with patch.object(BlendWorker, "run_slice", counted):
+                    engine.generate(prompts[0], mode=mode, rule=rule, recompute_ratio=ratio, max_tokens=1)
+            reads = sum((Counter(each.host_reads) for each in seen), Counter[str]())
+            counts[name] = Count(sum(each.num_operations for each in seen), dict(reads))
+        counts["full"] = _count_full_prefill(worker_of_this_process().layers, config.prompt_tokens)
+    return counts
+
+
+def _count_full_prefill(layers: Any, num_tokens: int) -> Count:
+    """Return the counts of vLLM's own pass over as many of `num_tokens` tokens as one call has, in its first blocks."""
+    from ragblend.engine.vllm.worker_side.paged import PagedKV
+
+    rows, blocks = torch.arange(num_tokens), range(1, 2 + num_tokens // layers.block_size)
+    with torch.inference_mode():
+        call, *_ = layers.attention_calls([rows], [PagedKV(layers, list(blocks), num_tokens)])
+        with Operations() as operations, DeviceLooks() as looks:
+            layers.forward(torch.zeros_like(call.positions), call)
+    return Count(operations.num, dict(looks.places))
+
+
 @contextmanager
 def gpu_branches() -> Iterator[None]:
     """Take the branches on the CPU that a GPU of 132 processors (H100) takes."""
@@ -173,10 +233,11 @@ def gpu_branches() -> Iterator[None]:
         yield
 
 
-def measure(*, with_kernels: bool) -> dict[str, dict[str, Any]]:
+def measure(backend: str, *, with_kernels: bool) -> dict[str, dict[str, Any]]:
     """Return per case the operations a layer, those of each further chunk in 12 layers, and the host reads."""
-    few, many = (count_operations(num_layers, NUM_CHUNKS[0], with_kernels=with_kernels) for num_layers in LAYERS)
-    more_chunks = count_operations(LAYERS[0], NUM_CHUNKS[1], with_kernels=with_kernels)
+    count = count_in_vllm if backend == "vllm" else count_in_transformers
+    few, many = (count(num_layers, NUM_CHUNKS[0], with_kernels=with_kernels) for num_layers in LAYERS)
+    more_chunks = count(LAYERS[0], NUM_CHUNKS[1], with_kernels=with_kernels)
     return {
         name: {
             "per_layer": (many[name].num_operations - few[name].num_operations) / (LAYERS[1] - LAYERS[0]),
@@ -188,14 +249,15 @@ def measure(*, with_kernels: bool) -> dict[str, dict[str, Any]]:
     }
 
 
-def main(out: OutOption = None) -> None:
+def main(backend: Backend = "transformers", out: OutOption = None) -> None:
     """Count, and write the result as JSON."""
     if kernels is None:
         raise UsageError("Triton is not installed, and its kernels are counted, too: pip install 'triton>=3.9'")
     quiet_libraries()
     set_num_threads(1)
-    runs = {"runs": measure(with_kernels=True), "runs_without_kernels": measure(with_kernels=False)}
-    write_both({"num_chunks": NUM_CHUNKS[0], "chunk_tokens": CHUNK_TOKENS, **runs}, out)
+    names = {"runs": True, "runs_without_kernels": False}
+    runs = {name: measure(backend, with_kernels=with_kernels) for name, with_kernels in names.items()}
+    write_both({"backend": backend, "num_chunks": NUM_CHUNKS[0], "chunk_tokens": CHUNK_TOKENS, **runs}, out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ MOST = {  # operations a layer, and of each further chunk in 12 layers; host rea
 def test_no_more_operations_and_host_reads_than_known(with_kernels):
     if with_kernels:
         pytest.importorskip("triton")
-    for name, counted in measure(with_kernels=with_kernels).items():
+    for name, counted in measure("transformers", with_kernels=with_kernels).items():
         most = MOST[with_kernels][name]
         assert counted["per_layer"] <= most[0], name
         assert counted["per_chunk"] <= most[1], name

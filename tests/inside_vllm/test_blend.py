@@ -28,6 +28,7 @@ from reference import Span
 from refined import assert_full_prefill_follows, assert_refined_as_by_transformers, recorded_refinements
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from ragblend.engine.fusion import attention
 from ragblend.engine.fusion.rules import DEFAULT_RULE, NO_PROBE_RULE
 from ragblend.engine.vllm.worker_side import layers as vllm_layers
 
@@ -100,7 +101,8 @@ GLOBAL = {"gemma2": (1, 3, 5), "gemma3": (2, 5)}  # their other layers see 50 to
 PLAIN = ("llama", "llama3_scaling", "mistral", "qwen2", "qwen3", "qwen3_moe", "phi3")
 
 
-TOGETHER = ("llama together", *(f"{family} together" for family in GLOBAL))  # as on a GPU, where it pays
+TOGETHER = ("llama together", *(f"{family} together" for family in GLOBAL))  # as on a GPU without kernels
+BY_KERNELS = ("llama by kernels", "gemma2 by kernels")  # as on a GPU
 EVERY_RATIO = ("llama", "gemma2 together")
 """Kinds that are asked with every rule at every ratio; the others, and all under Model Runner V2, whose kernels are
 interpreted, with every rule once and with what else they may meet."""
@@ -108,10 +110,16 @@ interpreted, with every rule once and with what else they may meet."""
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param("llama", marks=[pytest.mark.smoke, pytest.mark.v2_runner]), *PLAIN[1:], *GLOBAL, *TOGETHER],
+    params=[
+        pytest.param("llama", marks=[pytest.mark.smoke, pytest.mark.v2_runner]),
+        *PLAIN[1:],
+        *GLOBAL,
+        *TOGETHER,
+        *BY_KERNELS,
+    ],
 )
 def kind(request):
-    """A family's name, and whether scattered rows attend together instead of one by one in vLLM's backend."""
+    """A family's name, and how scattered rows attend: one by one in vLLM's backend, together, or by kernels."""
     return str(request.param)
 
 
@@ -138,7 +146,10 @@ def served(kind, family, store, checkpoint):
 
 
 def engine_of(kind: str, model: Path, store: Path, patch: pytest.MonkeyPatch, **options: Any) -> Any:
-    """`harness.engine`, in which all rows attend together that can where `kind` says so."""
+    """`harness.engine`, in which all rows attend as `kind` says that can."""
+    if "kernels" in kind:
+        pytest.importorskip("triton")
+        patch.setattr(attention, "KERNEL_DEVICES", {"cpu"})
     if "together" in kind:
         patch.setattr(vllm_layers.VllmLayers, "attends_scattered_rows_together", True)
     return engine(model, store, **options)
@@ -150,9 +161,9 @@ def counted_together() -> Iterator[list[int]]:
     counts: list[int] = []
     attend = vllm_layers.VllmLayers._run
 
-    def counting(layers: Any, layer: int, hidden: Any, piece: Any, fused: Any) -> Any:
+    def counting(layers: Any, layer: int, hidden: Any, piece: Any, *args: Any) -> Any:
         counts.append(len(hidden) if piece.parts else 0)
-        return attend(layers, layer, hidden, piece, fused)
+        return attend(layers, layer, hidden, piece, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vllm_layers.VllmLayers, "_run", counting)
@@ -217,13 +228,17 @@ def test_every_ratio_and_rule_agrees_with_the_independent_cacheblend(kind, serve
 
 @pytest.mark.parametrize(("rule", "alone"), [("ask", 1), ("cacheblend", 0), ("cacheblend_k", 0)])
 def test_scattered_rows_attend_together_where_that_reads_less(kind, served, rule, alone):
-    """All layers but the first, whose keys are no longer resident once the query probe has run through later layers."""
+    """All layers but the first, whose keys are no longer resident once the query probe has run through later layers.
+
+    Kernels have all layers in the blocks.
+    """
     _, llm = served
     prompt = patchy_prompt()
     with counted_together() as counts:
         ask(llm, prompt.ids, blend_params(0.15, rule), 1)
     assert counts
-    assert [count > 0 for count in counts].count(False) == (alone if "together" in kind else len(counts))
+    expected = 0 if "kernels" in kind else alone if "together" in kind else len(counts)
+    assert [count > 0 for count in counts].count(False) == expected
 
 
 def test_stale_chunks_do_change_the_answer(served):

@@ -38,7 +38,7 @@ def looks(
     return found
 
 
-@pytest.mark.parametrize("kind", ["alone", "together"])
+@pytest.mark.parametrize("kind", ["alone", "together", "by kernels"])
 @pytest.mark.parametrize("prompt", [plain_prompt(), patchy_prompt()], ids=["plain", "patchy"])
 def test_twice_the_layers_are_not_looked_into_more_often(kind, prompt, make_tokenizer, tmp_path):
     few = looks(kind, 6, prompt, make_tokenizer, tmp_path / "few")

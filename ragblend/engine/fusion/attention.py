@@ -12,7 +12,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ragblend.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from ragblend.engine.fusion.protocols import PagedLayer
 
 # --- rotation of keys
 
@@ -195,6 +198,13 @@ def positions_on_device(positions: NDArray[np.int64], device: torch.device) -> T
     return rows
 
 
+def slice_positions(rows: Tensor, part: slice) -> Tensor:
+    """Return `rows[part]`, for which `positions_on_host` needs no copy, either."""
+    sliced = rows[part]
+    _KNOWN_POSITIONS[sliced] = positions_on_host(rows)[part]
+    return sliced
+
+
 class AttentionExtras(NamedTuple):
     """Sliding window, soft cap and sinks of a layer's attention (Gemma 2, gpt-oss). The scale is not part of it."""
 
@@ -218,12 +228,13 @@ class ProbeQueries(NamedTuple):
     scale: float
     params: AttentionExtras = PLAIN
     host_rows: Sequence[int] = ()  # the same rows on the host; (): they are copied from the device
-    uses_kernels: bool = False  # True: Triton's kernels compute the attention of these queries
+    pages: PagedLayer | None = None  # the layer's KV, if Triton's kernels compute the attention of these queries
 
     def slice_rows(self, part: slice) -> ProbeQueries:
         """Return the queries of the rows in `part`."""
         host_rows = (self.host_rows or positions_on_host(self.rows))[part]
-        return self._replace(states=self.states[:, part], rows=self.rows[part], host_rows=host_rows)
+        rows = slice_positions(self.rows, part) if self.pages is not None else self.rows[part]
+        return self._replace(states=self.states[:, part], rows=rows, host_rows=host_rows)
 
 
 def attend_rows(

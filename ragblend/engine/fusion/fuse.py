@@ -18,7 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import ProbeQueries, attend_with_weights, attention_mass, positions_on_device
+from ragblend.engine.fusion.attention import (
+    ProbeQueries,
+    attend_with_weights,
+    attention_mass,
+    positions_on_device,
+    positions_on_host,
+)
 from ragblend.engine.fusion.check_layers import CheckLayer, measure_deviation
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
 from ragblend.engine.fusion.protocols import (
@@ -256,13 +262,15 @@ def _probe(
 
     def hook(queries: ProbeQueries, keys: Tensor, values: Tensor | None) -> Tensor | None:
         if values is None:
-            masses.append(attention_mass(queries.slice_rows(slice(-plan.num_queries, None)), keys))
-            return None
-        if queries.uses_kernels:
+            queries = queries.slice_rows(slice(-plan.num_queries, None))
+        if queries.pages is not None:
             from ragblend.engine.fusion import kernels
 
-            masses.append(memory[len(masses), : keys.shape[1]])
-            return kernels.attend_with_weights(queries, keys, values, plan.num_queries, masses[-1])
+            masses.append(memory[len(masses), : positions_on_host(queries.rows)[-1] + 1])
+            return kernels.attend_with_weights(queries, plan.num_queries, masses[-1])
+        if values is None:
+            masses.append(attention_mass(queries, keys))
+            return None
         output, mass = attend_with_weights(queries, keys, values, plan.num_queries)
         masses.append(mass)
         return output
@@ -384,7 +392,8 @@ def _fit_correction(
     fitted = fit_drift_correction(
         values, state.rows, state.chunks, active.chosen, active.candidate_rows, shares, partial(_mean_over_ranks, plan)
     )
-    sources = torch.full_like(plan.token_ids, -1, dtype=torch.int32)
+    sources = torch.full_like(plan.token_ids, -2, dtype=torch.int32)
+    sources[state.rows] = -1
     sources[active.rows] = torch.arange(len(active.rows), dtype=torch.int32, device=sources.device)
     return fitted._replace(sources=sources)
 

@@ -31,9 +31,10 @@ def _scores(
 
 
 @triton.jit
-def _load_rows(BASE, at, ok, d, DIM: tl.constexpr, INTERPRETS: tl.constexpr):
-    """Return rows [N, D] at offsets `at`. The interpreter multiplies no bfloat16, so there they are float32."""
-    rows = tl.load(BASE + at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
+def _load_rows(BASE, at, ok, d, dim, DIM: tl.constexpr, INTERPRETS: tl.constexpr):
+    """Return rows [N, D] at offsets `at`, whose numbers are `dim` apart. In the interpreter, which multiplies no
+    bfloat16, they are float32."""
+    rows = tl.load(BASE + at[:, None] + d[None, :] * dim, mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
     if INTERPRETS:
         rows = rows.to(tl.float32)
     return rows
@@ -42,7 +43,7 @@ def _load_rows(BASE, at, ok, d, DIM: tl.constexpr, INTERPRETS: tl.constexpr):
 @triton.jit
 def attend(
     QUERY, ROWS, SINKS, num_rows, q_head, q_row, PARTS, SUMS, span,
-    KEYS, VALUES, TABLE, k_page, k_slot, k_head, v_page, v_slot, v_head, PAGE: tl.constexpr,
+    KEYS, VALUES, TABLE, k_page, k_slot, k_head, k_dim, v_page, v_slot, v_head, v_dim, PAGE: tl.constexpr,
     scale, HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUPS: tl.constexpr, HEADS: tl.constexpr,
     DIM_K: tl.constexpr, DIM_K_PADDED: tl.constexpr, PAIRS: tl.constexpr, NUM_KEYS: tl.constexpr,
@@ -59,7 +60,7 @@ def attend(
     least = tl.load(ROWS + tile * PAIRS // GROUPS)
     greatest = tl.load(ROWS + tl.minimum((tile * PAIRS + PAIRS - 1) // GROUPS, num_rows - 1))
     d, dv = tl.arange(0, DIM_K_PADDED), tl.arange(0, DIM_V_PADDED)
-    q = _load_rows(QUERY, head * q_head + row.to(tl.int64) * q_row, ok, d, DIM_K, INTERPRETS)
+    q = _load_rows(QUERY, head * q_head + row.to(tl.int64) * q_row, ok, d, 1, DIM_K, INTERPRETS)
     peak = tl.full([PAIRS], float("-inf"), tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     if HAS_SINKS:
@@ -77,10 +78,10 @@ def attend(
         t = first + tl.arange(0, NUM_KEYS)
         real = t < end
         at = token_offsets(TABLE, t, real, k_page, k_slot, PAGE) + h * k_head
-        k = _load_rows(KEYS, at, real, d, DIM_K, INTERPRETS)
+        k = _load_rows(KEYS, at, real, d, k_dim, DIM_K, INTERPRETS)
         scores = _scores(q, k, t, pos, scale, WINDOW, SOFTCAP, False, PRECISION)
         at = token_offsets(TABLE, t, real, v_page, v_slot, PAGE) + h * v_head
-        v = _load_rows(VALUES, at, real, dv, DIM_V, INTERPRETS)
+        v = _load_rows(VALUES, at, real, dv, v_dim, DIM_V, INTERPRETS)
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights, less = tl.exp(scores - higher[:, None]), tl.exp(peak - higher)
         total = total * less + tl.sum(weights, 1)
@@ -90,11 +91,11 @@ def attend(
         t = first + tl.arange(0, NUM_KEYS)
         real = t < end
         at = token_offsets(TABLE, t, real, k_page, k_slot, PAGE) + h * k_head
-        k = _load_rows(KEYS, at, real, d, DIM_K, INTERPRETS)
+        k = _load_rows(KEYS, at, real, d, k_dim, DIM_K, INTERPRETS)
         scores = _scores(q, k, t, pos, scale, WINDOW, SOFTCAP, True, PRECISION)
         scores = tl.where(real[None, :], scores, float("-inf"))
         at = token_offsets(TABLE, t, real, v_page, v_slot, PAGE) + h * v_head
-        v = _load_rows(VALUES, at, real, dv, DIM_V, INTERPRETS)
+        v = _load_rows(VALUES, at, real, dv, v_dim, DIM_V, INTERPRETS)
         higher = tl.maximum(peak, tl.max(scores, 1))
         base = tl.where(higher > float("-inf"), higher, 0.0)  # a row may have seen no key yet
         weights, less = tl.exp(scores - base[:, None]), tl.exp(peak - base)
@@ -125,7 +126,7 @@ def _all_sums(SUMS, at, ok, size, SPLITS: tl.constexpr, SPLITS_PADDED: tl.conste
 @triton.jit
 def finish(
     QUERY, ROWS, SINKS, num_rows, q_head, q_row, PARTS, SUMS, OUTPUT, MASS, num_mass_tiles, num_keys, num_question_rows,
-    KEYS, VALUES, TABLE, k_page, k_slot, k_head, v_page, v_slot, v_head, PAGE: tl.constexpr,
+    KEYS, VALUES, TABLE, k_page, k_slot, k_head, k_dim, v_page, v_slot, v_head, v_dim, PAGE: tl.constexpr,
     scale, HAS_SINKS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
     GROUPS: tl.constexpr, HEADS: tl.constexpr,
     DIM_K: tl.constexpr, DIM_K_PADDED: tl.constexpr, PAIRS: tl.constexpr, NUM_KEYS: tl.constexpr,
@@ -145,13 +146,13 @@ def finish(
         before = num_rows - num_question_rows
         for h in range(HEADS):
             at = token_offsets(TABLE, t, real, k_page, k_slot, PAGE) + h * k_head
-            k = _load_rows(KEYS, at, real, d, DIM_K, INTERPRETS)
+            k = _load_rows(KEYS, at, real, d, k_dim, DIM_K, INTERPRETS)
             for first in range(0, num_question_rows * GROUPS, PAIRS):
                 pair = first + tl.arange(0, PAIRS)
                 row, head = before + pair // GROUPS, h * GROUPS + pair % GROUPS
                 ok = row < num_rows
                 pos = tl.load(ROWS + row, mask=ok, other=-1)
-                q = _load_rows(QUERY, head * q_head + row.to(tl.int64) * q_row, ok, d, DIM_K, INTERPRETS)
+                q = _load_rows(QUERY, head * q_head + row.to(tl.int64) * q_row, ok, d, 1, DIM_K, INTERPRETS)
                 scores = _scores(q, k, t, pos, scale, WINDOW, SOFTCAP, True, PRECISION)
                 sums, whole = _all_sums(SUMS, head * num_rows + row, ok, size, SPLITS, SPLITS_PADDED)
                 mass += tl.sum(tl.where(ok[:, None], tl.exp(scores - whole[:, None]), 0.0), 0)

@@ -1,8 +1,8 @@
 """Triton programs that write rows of a layer: stored rows, and fresh rows with drift correction.
 
 `kernels` starts them, and its functions state the shapes. Keys and values of a layer are `KEYS` and `VALUES`; `k_page`,
-`k_slot` and `k_head` are the keys' strides, in numbers, of a page, a token in it and a head. A vector of a dimension is
-padded to a power of two. Positions are those of the prompt.
+`k_slot`, `k_head` and `k_dim` are the keys' strides, in numbers, of a page, a token in it, a head and a dimension. A
+vector of a dimension is padded to a power of two. Positions are those of the prompt.
 """
 
 # mypy: ignore-errors
@@ -98,7 +98,7 @@ def _stored(address, scales, kind, i, ok, d, dim, by_token: tl.constexpr, KV):
 @triton.jit
 def place(
     PIECES, TILES, base,
-    KEYS, VALUES, TABLE, k_page, k_slot, k_head, v_page, v_slot, v_head, PAGE: tl.constexpr,
+    KEYS, VALUES, TABLE, k_page, k_slot, k_head, k_dim, v_page, v_slot, v_head, v_dim, PAGE: tl.constexpr,
     COS, SIN, WEIGHT, HAS_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
     SHARES, DRIFT_K, DRIFT_V, num_landmarks, LANDMARKS: tl.constexpr, PRECISION: tl.constexpr,
     DIM_K: tl.constexpr, DIM_K_PADDED: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PADDED: tl.constexpr,
@@ -125,7 +125,7 @@ def place(
     keys = (keys * cos + partner * sin).to(KEYS.dtype.element_ty)
     if HAS_WEIGHT:
         keys = keys.to(tl.float32) * tl.load(WEIGHT + d, mask=d < DIM_K, other=0.0).to(tl.float32)[None, :]
-    at = token_offsets(TABLE, t, ok, k_page, k_slot, PAGE)[:, None] + h * k_head + d[None, :]
+    at = token_offsets(TABLE, t, ok, k_page, k_slot, PAGE)[:, None] + h * k_head + d[None, :] * k_dim
     tl.store(KEYS + at, keys.to(KEYS.dtype.element_ty), mask=ok[:, None] & (d < DIM_K)[None, :])
     d = tl.arange(0, DIM_V_PADDED)
     address = base + tl.load(piece + 1) + h * tl.load(piece + 5) * itemsize
@@ -133,14 +133,14 @@ def place(
     values = _stored(address, scales, kind, i, ok, d, DIM_V, True, VALUES)
     if LANDMARKS:
         values += _drift(SHARES, DRIFT_V, t, ok, h, d, num_landmarks, DIM_V, LANDMARKS, PRECISION)
-    at = token_offsets(TABLE, t, ok, v_page, v_slot, PAGE)[:, None] + h * v_head + d[None, :]
+    at = token_offsets(TABLE, t, ok, v_page, v_slot, PAGE)[:, None] + h * v_head + d[None, :] * v_dim
     tl.store(VALUES + at, values.to(VALUES.dtype.element_ty), mask=ok[:, None] & (d < DIM_V)[None, :])
 
 
 @triton.jit
 def write_rows(
     FRESH_K, FRESH_V, SOURCE, num_tokens, fk_head, fk_row, fv_head, fv_row,
-    KEYS, VALUES, TABLE, k_page, k_slot, k_head, v_page, v_slot, v_head, PAGE: tl.constexpr,
+    KEYS, VALUES, TABLE, k_page, k_slot, k_head, k_dim, v_page, v_slot, v_head, v_dim, PAGE: tl.constexpr,
     COS, SIN, WEIGHT, HAS_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
     SHARES, DRIFT_K, DRIFT_V, num_landmarks, LANDMARKS: tl.constexpr, PRECISION: tl.constexpr,
     DIM_K: tl.constexpr, DIM_K_PADDED: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PADDED: tl.constexpr,
@@ -148,20 +148,22 @@ def write_rows(
 ):  # fmt: skip
     """Write the fresh rows of one head among TOKENS tokens, and add the drift to the others.
 
-    With a drift, SOURCE [num_tokens] is each token's row in the fresh KV, or -1. Without, it is each row's position.
+    With a drift, SOURCE [num_tokens] is each token's row in the fresh KV, -1 without one, and -2 for a token that stays
+    as it is. Without a drift, it is each row's position.
     """
     i, h = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     ok = i < num_tokens
     if LANDMARKS:
         t = i
-        row = tl.load(SOURCE + i, mask=ok, other=-1)
+        row = tl.load(SOURCE + i, mask=ok, other=-2)
+        ok = row >= -1
     else:
         t = tl.load(SOURCE + i, mask=ok, other=0)
         row = i
     is_fresh = ok & (row >= 0)
     d = tl.arange(0, DIM_K_PADDED)
     seen = (d < DIM_K)[None, :]
-    at = token_offsets(TABLE, t, ok, k_page, k_slot, PAGE)[:, None] + h * k_head + d[None, :]
+    at = token_offsets(TABLE, t, ok, k_page, k_slot, PAGE)[:, None] + h * k_head + d[None, :] * k_dim
     fresh_at = h * fk_head + row.to(tl.int64)[:, None] * fk_row + d[None, :]
     keys = tl.load(FRESH_K + fresh_at, mask=is_fresh[:, None] & seen, other=0.0)
     if LANDMARKS:
@@ -176,7 +178,7 @@ def write_rows(
     tl.store(KEYS + at, keys, mask=ok[:, None] & seen)
     d = tl.arange(0, DIM_V_PADDED)
     seen = (d < DIM_V)[None, :]
-    at = token_offsets(TABLE, t, ok, v_page, v_slot, PAGE)[:, None] + h * v_head + d[None, :]
+    at = token_offsets(TABLE, t, ok, v_page, v_slot, PAGE)[:, None] + h * v_head + d[None, :] * v_dim
     fresh_at = h * fv_head + row.to(tl.int64)[:, None] * fv_row + d[None, :]
     values = tl.load(FRESH_V + fresh_at, mask=is_fresh[:, None] & seen, other=0.0)
     if LANDMARKS:
@@ -187,25 +189,31 @@ def write_rows(
 
 
 @triton.jit
-def _change(FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, PAGE: tl.constexpr):
+def _change(
+    FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, of_dim, PAGE: tl.constexpr
+):
     """Return fresh minus placed KV [tokens, D] of the recomputed tokens `n`, in dimensions `d`."""
     seen = ok[:, None] & (d < DIM)[None, :]
     index = tl.load(INDICES + n, mask=ok, other=0)
     t = tl.load(ROWS + n, mask=ok, other=0)
     fresh = tl.load(FRESH + h * head + index[:, None] * row + d[None, :], mask=seen, other=0.0)
-    at = token_offsets(TABLE, t, ok, page, slot, PAGE)[:, None] + h * of_head + d[None, :]
+    at = token_offsets(TABLE, t, ok, page, slot, PAGE)[:, None] + h * of_head + d[None, :] * of_dim
     return fresh.to(tl.float32) - tl.load(STORED + at, mask=seen, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _key_change(
-    FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, PAGE: tl.constexpr,
+    FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, of_dim, PAGE: tl.constexpr,
     COS, SIN, WEIGHT, HAS_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
 ):  # fmt: skip
     """Return `_change` of keys before their rotation: the rotation is linear."""
     other = _partner(d, ROTARY, ADJACENT)
-    change = _change(FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, PAGE)
-    partner = _change(FRESH, INDICES, ROWS, n, ok, h, other, DIM, head, row, STORED, TABLE, page, slot, of_head, PAGE)
+    change = _change(
+        FRESH, INDICES, ROWS, n, ok, h, d, DIM, head, row, STORED, TABLE, page, slot, of_head, of_dim, PAGE
+    )
+    partner = _change(
+        FRESH, INDICES, ROWS, n, ok, h, other, DIM, head, row, STORED, TABLE, page, slot, of_head, of_dim, PAGE
+    )
     if HAS_WEIGHT:
         change = change / tl.load(WEIGHT + d, mask=d < DIM, other=1.0).to(tl.float32)[None, :]
         partner = partner / tl.load(WEIGHT + other, mask=other < DIM, other=1.0).to(tl.float32)[None, :]
@@ -218,7 +226,7 @@ def _key_change(
 @triton.jit
 def change_lengths(
     FRESH_K, FRESH_V, INDICES, ROWS, num_rows, fk_head, fk_row, fv_head, fv_row, LENGTHS,
-    KEYS, VALUES, TABLE, k_page, k_slot, k_head, v_page, v_slot, v_head, PAGE: tl.constexpr,
+    KEYS, VALUES, TABLE, k_page, k_slot, k_head, k_dim, v_page, v_slot, v_head, v_dim, PAGE: tl.constexpr,
     COS, SIN, WEIGHT, HAS_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
     DIM_K: tl.constexpr, DIM_K_PADDED: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -229,15 +237,16 @@ def change_lengths(
     if which == 0:
         d = tl.arange(0, DIM_K_PADDED)
         keys = _key_change(
-            FRESH_K, INDICES, ROWS, n, ok, h, d, DIM_K, fk_head, fk_row, KEYS, TABLE, k_page, k_slot, k_head, PAGE,
-            COS, SIN, WEIGHT, HAS_WEIGHT, ROTARY, ADJACENT,
+            FRESH_K, INDICES, ROWS, n, ok, h, d, DIM_K, fk_head, fk_row, KEYS, TABLE, k_page, k_slot, k_head, k_dim,
+            PAGE, COS, SIN, WEIGHT, HAS_WEIGHT, ROTARY, ADJACENT,
         )  # fmt: skip
         squares = tl.sum(keys * keys, 1)
     else:
         d = tl.arange(0, DIM_V_PADDED)
         values = _change(
-            FRESH_V, INDICES, ROWS, n, ok, h, d, DIM_V, fv_head, fv_row, VALUES, TABLE, v_page, v_slot, v_head, PAGE
-        )
+            FRESH_V, INDICES, ROWS, n, ok, h, d, DIM_V, fv_head, fv_row, VALUES, TABLE, v_page, v_slot, v_head,
+            v_dim, PAGE,
+        )  # fmt: skip
         squares = tl.sum(values * values, 1)
     tl.store(LENGTHS + (which * tl.num_programs(1) + h) * num_rows + n, tl.sqrt(squares), mask=ok)
 
@@ -264,7 +273,7 @@ def _median(LENGTHS, num_rows, ROWS_PADDED: tl.constexpr):
 def fit_drift(
     FRESH_K, FRESH_V, INDICES, ROWS, num_rows, fk_head, fk_row, fv_head, fv_row, LENGTHS, WEIGHTS, DRIFT_K, DRIFT_V,
     num_landmarks,
-    KEYS, VALUES, TABLE, k_page, k_slot, k_head, v_page, v_slot, v_head, PAGE: tl.constexpr,
+    KEYS, VALUES, TABLE, k_page, k_slot, k_head, k_dim, v_page, v_slot, v_head, v_dim, PAGE: tl.constexpr,
     COS, SIN, WEIGHT, HAS_WEIGHT: tl.constexpr, ROTARY: tl.constexpr, ADJACENT: tl.constexpr,
     DIM_K: tl.constexpr, DIM_K_PADDED: tl.constexpr, DIM_V: tl.constexpr, DIM_V_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, ROWS_PADDED: tl.constexpr, LANDMARKS: tl.constexpr,
@@ -281,13 +290,14 @@ def fit_drift(
         ok = n < num_rows
         if which == 0:
             change = _key_change(
-                FRESH_K, INDICES, ROWS, n, ok, h, d, DIM_K, fk_head, fk_row, KEYS, TABLE, k_page, k_slot, k_head, PAGE,
-                COS, SIN, WEIGHT, HAS_WEIGHT, ROTARY, ADJACENT,
+                FRESH_K, INDICES, ROWS, n, ok, h, d, DIM_K, fk_head, fk_row, KEYS, TABLE, k_page, k_slot, k_head, k_dim,
+                PAGE, COS, SIN, WEIGHT, HAS_WEIGHT, ROTARY, ADJACENT,
             )  # fmt: skip
         else:
             change = _change(
-                FRESH_V, INDICES, ROWS, n, ok, h, d, DIM_V, fv_head, fv_row, VALUES, TABLE, v_page, v_slot, v_head, PAGE
-            )
+                FRESH_V, INDICES, ROWS, n, ok, h, d, DIM_V, fv_head, fv_row, VALUES, TABLE, v_page, v_slot, v_head,
+                v_dim, PAGE,
+            )  # fmt: skip
         lengths = tl.load(LENGTHS + n, mask=ok, other=1.0)
         limit = tl.minimum(most / tl.maximum(lengths, 1.1754943508222875e-38), 1.0)
         at = m[:, None] * num_rows + n[None, :]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,41 +21,13 @@ from torch import Tensor
 
 from ragblend.engine.fusion import jit_attention, jit_rows
 from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, ProbeQueries, Rotation, positions_on_host
+from ragblend.engine.fusion.protocols import FreshRowsCallback, PagedLayer
 from ragblend.engine.fusion.rules import MAX_DRIFT_RATIO, DriftCorrection
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer
 
 MAX_SPLITS = 16
 LEAST_SPLIT_KEYS = 256  # keys per part, if the keys of few rows are split over programs
 PLACED_TOKENS = 32  # tokens per program of `place` and `write_rows`
-
-
-class PagedLayer(NamedTuple):
-    """KV of one layer: pages of S tokens, keys [B, S, H, Dk] and values [B, S, H, Dv], rotated.
-
-    `table`: page of each S tokens of the prompt, int32; None: the prompt is page 0. The last dimension is contiguous.
-    """
-
-    keys: Tensor
-    values: Tensor
-    table: Tensor | None = None
-
-    @classmethod
-    def from_contiguous(cls, kv: LayerKV) -> PagedLayer:
-        """Return the layer of keys and values [H, T, D]."""
-        return cls(*(each.transpose(0, 1)[None] for each in kv))
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of this layer that every kernel takes."""
-        keys, values, is_paged = self.keys, self.values, self.table is not None
-        strides = zip(("page", "slot", "head"), range(3), strict=True)
-        stride_of = {f"{name}_{part}": each.stride(dim) for part, dim in strides for name, each in self._named}
-        table = self.table if self.table is not None else keys
-        return {**stride_of, "KEYS": keys, "VALUES": values, "TABLE": table, "PAGE": keys.shape[1] if is_paged else 0}
-
-    @property
-    def _named(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-        return ("k", self.keys), ("v", self.values)
 
 
 def _rotation_arguments(rotation: Rotation, dim: int) -> dict[str, Any]:
@@ -165,6 +137,29 @@ def write_rows(
     )  # fmt: skip
 
 
+def write_fresh_rows(
+    target: PagedLayer, rows: Tensor, fresh: LayerKV, rotation: Rotation, hook: FreshRowsCallback | None
+) -> None:
+    """Write `fresh` at `rows` as `write_rows` does, after the drift correction of `hook`, if it has one."""
+    if hook is None or hook.correction is None:
+        write_rows(target, rows, fresh)
+        return
+    drift = fit_drift(target, fresh, hook.row_indices, hook.correction, rotation)
+    write_rows(target, rows, fresh, rotation, hook.correction, drift)
+
+
+def add_drift(target: PagedLayer, drift: LayerKV, shares: Tensor, rotation: Rotation) -> None:
+    """Add `shares` [T, M] times `drift` [H, M, D] float32 to those of the first T tokens of `target` with a share.
+
+    Reference: `LayerSource.apply_drift`.
+    """
+    sources = torch.where((shares != 0).any(1), -1, -2).to(torch.int32)
+    heads, dim_k, dim_v = target.keys.shape[2], target.keys.shape[3], target.values.shape[3]
+    nothing = LayerKV(*(target.keys.new_empty(heads, 0, dim) for dim in (dim_k, dim_v)))
+    correction = DriftCorrection(sources, shares, shares, sources)
+    write_rows(target, sources, nothing, rotation, correction, drift)
+
+
 def fit_drift(
     target: PagedLayer, fresh: LayerKV, indices: Tensor, correction: DriftCorrection, rotation: Rotation
 ) -> LayerKV:
@@ -251,15 +246,14 @@ def attend(
     return output
 
 
-def attend_with_weights(
-    queries: ProbeQueries, keys: Tensor, values: Tensor, num_question_rows: int, mass: Tensor
-) -> Tensor:
-    """Return the attention output [Hq, Q, Dv] of all queries over `keys`, `values` [H, T, D], and set `mass` [T].
+def attend_with_weights(queries: ProbeQueries, num_question_rows: int, mass: Tensor) -> Tensor:
+    """Return the attention output [Hq, Q, Dv] of all queries over `queries.pages`, and set `mass` [T].
 
     Reference: `attention.attend_with_weights`.
     """
-    layer, (states, rows, scale, params, *_) = PagedLayer.from_contiguous(LayerKV(keys, values)), queries
-    output = attend(states[None], layer, rows, scale, params, mass=mass, num_question_rows=num_question_rows)
+    states, rows, scale, params, _, pages = queries
+    assert pages is not None
+    output = attend(states[None], pages, rows, scale, params, mass=mass, num_question_rows=num_question_rows)
     return output[0].transpose(0, 1)
 
 

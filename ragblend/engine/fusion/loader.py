@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import positions_on_device
+from ragblend.engine.fusion.attention import Rotation, positions_on_device
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
+from ragblend.engine.fusion.protocols import PagedLayer
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer, concatenate_rows, dequantized, is_in_memory
 
 if TYPE_CHECKING:
@@ -32,14 +33,14 @@ if TYPE_CHECKING:
 DEPTH = 6
 
 
-class _Group:
+class ChunkGroup:
     """Chunks placed in one call, in prompt order. Seconds of reading are added to `read_s` by each chunk's position."""
 
     def __init__(self, placements: Sequence[Placement], device: torch.device, read_s: dict[int, float]) -> None:
         self.placements, self._read_s = placements, read_s
         self._copies: LayerCopies | None = None
         self._pieces: Pieces | None = None
-        self._end = placements[-1].end
+        self.end = placements[-1].end
         self.rows = positions_on_device(
             np.concatenate([np.arange(each.start, each.end) for each in placements]), device
         )
@@ -58,16 +59,13 @@ class _Group:
         chunks = [each.kv for each in self.placements]
         self._copies = LayerCopies(copier, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, DEPTH)
 
-    def place_by_kernels(
-        self, layer: int, parts: Sequence[StoredLayer], model: TransformersLayers, fused: FusedKV
-    ) -> None:
+    def place_by_kernels(self, parts: Sequence[StoredLayer], target: PagedLayer, rotation: Rotation) -> None:
         """Place one layer of all chunks, given as stored on the device, by one launch of a kernel."""
         from ragblend.engine.fusion import kernels
 
         if self._pieces is None:
             self._pieces = kernels.Pieces([each.start for each in self.placements])
-        target = kernels.PagedLayer.from_contiguous(fused.layer(layer, self._end))
-        kernels.place(target, parts, self._pieces, model.kernel_rotation(layer, self._end))
+        kernels.place(target, parts, self._pieces, rotation)
 
     def read(
         self, layer: int, copier: HostToDeviceCopier | None, computed: Iterator[LayerKV] | None = None
@@ -152,7 +150,7 @@ class LayerLoader:
         self.read_s = dict.fromkeys((placement.start for placement in placements), 0.0)
         """Seconds of reading stored KV, by the first position of each placement. They are part of `load_s`."""
         groups = (placements,) if together else zip(placements)
-        self._groups = [_Group(group, device, self.read_s) for group in groups if group]
+        self._groups = [ChunkGroup(group, device, self.read_s) for group in groups if group]
         self._num_layers = num_layers
         self._place, self._write, self._correctable = place, write, correctable
         self._rows = torch.empty(0, dtype=torch.int64)  # all positions up to the last chunk, made by `apply_drift`
@@ -255,6 +253,16 @@ class LayerLoader:
         assert self._correctable is not None
         assert shares is not None
         (model, fused), count = self._correctable, len(shares)
+        if model.uses_kernels:
+            from ragblend.engine.fusion import kernels
+
+            kernels.add_drift(
+                PagedLayer.from_contiguous(fused.layer(layer, count)),
+                drift,
+                shares,
+                model.kernel_rotation(layer, count),
+            )
+            return
         if len(self._rows) != count:
             self._rows = positions_on_device(np.arange(count), shares.device)
         # Zero is added to rows without a share: that is faster than to gather and scatter nearly all rows.
@@ -292,15 +300,20 @@ class LayerLoader:
         start_s = perf_counter()
         computed = self._compute_first_layer() if layer == self._computed_layer else None
         for group in self._groups:
-            parts = group.read(layer, self._copier, computed)
-            if self._correctable is not None and self._correctable[0].uses_kernels:
-                group.place_by_kernels(layer, parts, *self._correctable)
-                continue
-            keys, values = concatenate_rows(list(map(dequantized, parts)))
-            keys = self._place(layer, keys, group.rows)
-            for span, taken in group.spans:
-                self._write(layer, span, keys[:, taken], values[:, taken])
+            self._place_group(layer, group, group.read(layer, self._copier, computed))
         self.events.append(LayerEvent(layer, start_s, perf_counter()))
+
+    def _place_group(self, layer: int, group: ChunkGroup, parts: Sequence[StoredLayer]) -> None:
+        """Place one layer of the group's chunks, given as stored."""
+        if self._correctable is not None and self._correctable[0].uses_kernels:
+            model, fused = self._correctable
+            pages = PagedLayer.from_contiguous(fused.layer(layer, group.end))
+            group.place_by_kernels(parts, pages, model.kernel_rotation(layer, group.end))
+            return
+        keys, values = concatenate_rows(list(map(dequantized, parts)))
+        keys = self._place(layer, keys, group.rows)
+        for span, taken in group.spans:
+            self._write(layer, span, keys[:, taken], values[:, taken])
 
     def _compute_first_layer(self) -> Iterator[LayerKV]:
         """Return layer 0 of each chunk that is not in memory, computed from its token ids."""

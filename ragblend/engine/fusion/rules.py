@@ -247,7 +247,8 @@ class DriftCorrection(NamedTuple):
     rows: Tensor  # positions [N] of the recomputed tokens, ascending
     weights: Tensor  # [M, N] float32
     shares: Tensor  # [T, M] float32, factors on the M rows of `drift`; 0 for tokens that are not corrected
-    sources: Tensor | None = None  # [T] int32: each token's index among the rows that are run, or -1; for kernels
+    # For kernels, [T] int32: each token's index among the rows that run; -1: it is corrected; -2: it stays as it is.
+    sources: Tensor | None = None
 
     def estimate_drift(self, change: LayerKV) -> LayerKV:
         """Return the drift [H, M, D] float32 of pre-RoPE keys and values, one row for each of the M landmarks.

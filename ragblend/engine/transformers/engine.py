@@ -26,7 +26,7 @@ from ragblend.engine.fusion.prefill import (
     prefill_missing,
 )
 from ragblend.engine.fusion.rules import NO_PROBE_RULE
-from ragblend.engine.fusion.self_check import self_check
+from ragblend.engine.fusion.self_check import check_with_kernels, self_check
 from ragblend.engine.generation import (
     CancelCheck,
     Conversation,
@@ -103,22 +103,10 @@ class TransformersEngine(BlendingEngine):
                 self.loop.call(lambda: self._prefix(self.default_prefix_ids))
 
     def _self_check(self) -> None:
-        """Run `self_check`. Do without Triton's kernels if the model passes it only without them."""
-        layers = self.layers
-        check = partial(
-            self_check, layers, layers.config.vocab_size, self.name, is_quantised=is_quantised(layers.config)
-        )
-        if not layers.uses_kernels:
-            check()
-            return
-        try:
-            check()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # also those of Triton's compiler
-            layers.uses_kernels = False
-            check()
-            log.warning("%s is blended without Triton's kernels, which fail its exactness check: %s", self.name, error)
+        """Run `self_check`, and do without Triton's kernels if the model passes it only without them."""
+        layers, is_quantized = self.layers, is_quantised(self.layers.config)
+        check = partial(self_check, layers, layers.config.vocab_size, self.name, is_quantised=is_quantized)
+        check_with_kernels(layers, check, self.name)
 
     @property
     def bytes_per_token(self) -> int:

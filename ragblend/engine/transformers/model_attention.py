@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, Rotation, attend_rows
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
+from ragblend.engine.fusion.protocols import FreshRowsCallback, PagedLayer, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
 from ragblend.engine.transformers.families import AttentionFamily
@@ -57,7 +57,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Write [1, H, R, D] at the rows; return keys and values [1, H, end, D]."""
         fresh = self._family.to_stored(LayerKV(key_states[0], value_states[0]))
         if self._kernel_rotation is not None:
-            self._write_by_kernels(layer_idx, fresh, self._kernel_rotation)
+            from ragblend.engine.fusion.kernels import write_fresh_rows
+
+            assert isinstance(self._fused, FusedKV)
+            pages = PagedLayer.from_contiguous(self._fused.layer(layer_idx, self._end))
+            write_fresh_rows(pages, self._rows, fresh, self._kernel_rotation, self._hook)
             return self.read(layer_idx)
         if self._hook is not None:
             row_indices, callback, correction, apply_drift = self._hook
@@ -72,19 +76,6 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
                 apply_drift(correction.estimate_drift(LayerKV(keys, values)))
         self._fused.write(layer_idx, self._rows, *fresh)
         return self.read(layer_idx)
-
-    def _write_by_kernels(self, layer: int, fresh: LayerKV, rotation: Rotation) -> None:
-        from ragblend.engine.fusion import kernels
-
-        assert isinstance(self._fused, FusedKV)
-        target = kernels.PagedLayer.from_contiguous(self._fused.layer(layer, self._end))
-        correction = None if self._hook is None else self._hook.correction
-        if self._hook is None or correction is None:
-            kernels.write_rows(target, self._rows, fresh)
-            return
-        row_indices = self._hook.row_indices
-        drift = kernels.fit_drift(target, fresh, row_indices, correction, rotation)
-        kernels.write_rows(target, self._rows, fresh, rotation, correction, drift)
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return keys and values [1, H, end, D] of a layer, as its attention reads them."""
@@ -203,16 +194,17 @@ def _attention(
     if blend_rows is None:
         output, _ = whole(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
         return output, None
+    pages = PagedLayer.from_contiguous(LayerKV(key[0], value[0])) if blend_kernels else None
     if blend_probe_hook is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        queries = ProbeQueries(query[0], blend_rows, scale, params, uses_kernels=blend_kernels)
+        queries = ProbeQueries(query[0], blend_rows, scale, params, pages=pages)
         attended = blend_probe_hook(queries, key[0], value[0])
         if attended is not None:
             return attended[None].transpose(1, 2).contiguous(), None
-    if blend_kernels:
-        from ragblend.engine.fusion.kernels import PagedLayer, attend
+    if pages is not None:
+        from ragblend.engine.fusion.kernels import attend
 
-        return attend(query, PagedLayer.from_contiguous(LayerKV(key[0], value[0])), blend_rows, scaling, params), None
+        return attend(query, pages, blend_rows, scaling, params), None
     return attend_rows(query, key, value, blend_rows, scaling, params).transpose(1, 2).contiguous(), None
 
 

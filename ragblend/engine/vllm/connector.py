@@ -16,6 +16,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -181,6 +182,7 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Run the self-check and open the store. vLLM calls this once it has model and cache, before any request."""
+        from ragblend.engine.fusion.self_check import check_with_kernels
         from ragblend.engine.vllm.worker_side.layers import VllmLayers
         from ragblend.engine.vllm.worker_side.measure import measure_at_start
         from ragblend.engine.vllm.worker_side.self_check import self_check
@@ -200,8 +202,8 @@ class BlendConnector(KVConnectorBase_V1):  # type: ignore[misc]
             max_rows=batched,
             max_runs=limits.max_num_seqs,  # backends size their buffers by it
         )
-        blocks = self._kv_cache_config.num_blocks
-        self_check(layers, model_config.get_vocab_size(), blocks, str(model_config.model))
+        blocks, name = self._kv_cache_config.num_blocks, str(model_config.model)
+        check_with_kernels(layers, partial(self_check, layers, model_config.get_vocab_size(), blocks, name), name)
         if note := untested_architecture_note(model_config.hf_config):
             log.warning("%s %s; it passed the exactness check", model_config.model, note)
         self._store = store = self.config.open_tiers(memory=True)

@@ -35,7 +35,10 @@ def compile_kernel(kernel: Any, _grid: tuple[int, ...], *args: Any, **options: A
     """Compile what `kernels._launch` would start."""
     bound = {**dict(zip(kernel.arg_names, args, strict=False)), **options}
     parameters = inspect.signature(kernel.fn).parameters
-    constants = {name: bound[name] for name in kernel.arg_names if "constexpr" in str(parameters[name].annotation)}
+    is_constant = {name: "constexpr" in str(parameters[name].annotation) for name in kernel.arg_names}
+    # As at a launch, the number 1 is a constant, so that numbers that are adjacent are read together.
+    is_one = {name for name in kernel.arg_names if isinstance(bound[name], int) and bound[name] == 1}
+    constants = {name: bound[name] for name in kernel.arg_names if is_constant[name] or name in is_one}
     types = {name: "constexpr" if name in constants else type_of(bound[name]) for name in kernel.arg_names}
     target, how = GPUTarget("cuda", int(sys.argv[1]), 32), {"num_warps": options.get("num_warps", 4)}
     compiled = triton.compile(ASTSource(kernel, types, constants), target=target, options=how)

@@ -37,13 +37,18 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-6}
 
 
 class Paged:
-    """One layer of random KV of LENGTH tokens in permuted pages, and `kv`, the same KV in the prompt's order."""
+    """One layer of random KV of LENGTH tokens in permuted pages, and `kv`, the same KV in the prompt's order.
+
+    In pages of 32 tokens each dimension of the keys is contiguous, as in vLLM's cache on a CPU.
+    """
 
     def __init__(self, dim: int, page: int, dtype: torch.dtype = torch.float32) -> None:
         num_pages = -(-LENGTH // page)
         table = torch.randperm(num_pages + 2)[:num_pages].to(torch.int32)
-        tensors = [torch.randn(num_pages + 2, page, HEADS, dim).to(dtype) for _ in range(2)]
-        self.layer = kernels.PagedLayer(*tensors, table)
+        keys, values = (torch.randn(num_pages + 2, page, HEADS, dim).to(dtype) for _ in range(2))
+        if page == 32:
+            keys = keys.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+        self.layer = kernels.PagedLayer(keys, values, table)
         positions = torch.arange(LENGTH)
         self._slots = table.long()[positions // page] * page + positions % page
 
@@ -180,7 +185,7 @@ def drawn_correction(rows: Tensor, indices: Tensor) -> DriftCorrection:
 @pytest.mark.parametrize("num_recomputed", [1, 2, 5, 40])
 def test_drift_is_fitted_and_applied_as_the_correction_does(num_recomputed, dtype):
     for dim, turn in ((16, rotation(16)), (24, rotation(12)), (16, rotation(16, weight=torch.rand(16) + 0.5))):
-        paged, rows = Paged(dim, 16, dtype), torch.randperm(LENGTH)[:45].sort().values
+        paged, rows = Paged(dim, 32, dtype), torch.randperm(LENGTH)[:45].sort().values
         fresh = LayerKV(*torch.randn(2, HEADS, len(rows), dim).to(dtype))
         fresh.keys[:, 3] *= 50  # a change that is limited
         indices = torch.arange(45)[-num_recomputed:]
@@ -212,6 +217,33 @@ def test_drift_is_fitted_and_applied_as_the_correction_does(num_recomputed, dtyp
                 mine.float(), other.float(), atol=2e-4, rtol=1e-5 if dtype == torch.float32 else 2.0**-7
             )
             assert torch.equal(mine[:, rows], other[:, rows])
+
+
+@interpreted
+def test_drift_is_added_to_rows_with_a_share_alone():
+    paged, turn, rows = Paged(16, 32), rotation(16), torch.arange(5, 45)
+    before, shares = paged.kv, torch.zeros(LENGTH, 7)
+    shares[rows] = torch.rand(len(rows), 7)
+    drift = LayerKV(*torch.randn(2, HEADS, 7, 16))
+    kernels.add_drift(paged.layer, drift, shares, turn)
+    changes = rotated(shares[rows] @ drift.keys, turn, rows), shares[rows] @ drift.values
+    for mine, old, change in zip(paged.kv, before, changes, strict=True):
+        torch.testing.assert_close(mine[:, rows], old[:, rows] + change, atol=1e-5, rtol=1e-5)
+        old[:, rows] = mine[:, rows]
+        assert torch.equal(mine, old)
+
+
+@interpreted
+def test_a_page_may_be_elsewhere_in_memory():
+    """As the pages of the question are in vLLM, for which the cache has no blocks."""
+    block = torch.randn(9, 16, HEADS, 2, 24)
+    pages, others = block[:4], block[5:]  # at a distance of whole pages
+    table, rows = torch.tensor([2, 0, 7, 5]), torch.arange(40, 60)
+    layer, whole = (kernels.PagedLayer(each[..., 0, :], each[..., 1, :], table) for each in (pages, block))
+    query, fresh = torch.randn(1, HEADS, len(rows), 24), LayerKV(*torch.randn(2, HEADS, len(rows), 24))
+    kernels.write_rows(layer, rows, fresh)
+    assert torch.equal(others[2, 8:, :, 0], fresh.keys.transpose(0, 1)[:8])
+    assert torch.equal(kernels.attend(query, layer, rows), kernels.attend(query, whole, rows))
 
 
 @interpreted

@@ -1,8 +1,8 @@
 """Splitting of scattered rows into attention calls.
 
 vLLM's attention backend takes each run of consecutive rows as a separate request, and reads all KV before the run again
-for each. On a GPU, where reading memory takes most of the time, all rows share one read instead
-(`attention.attend_rows`) if the layer's KV is resident as a tensor. Depends on positions only.
+for each. On a GPU, where reading memory takes most of the time, all rows of a request share one read instead: by
+Triton's kernels, or if the layer's KV is resident as a tensor, by `attention.attend_rows`. Depends on positions only.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RequestRows(NamedTuple):
 class AttentionCall(NamedTuple):
     """Rows of one or several requests that run through a layer in one attention call.
 
-    If `parts` is set, the rows attend to the requests' resident layers (see `PagedKV`). Otherwise they attend to vLLM's
-    paged cache, and `slots` and `metadata` are set.
+    If `parts` is set, the rows attend by Triton's kernels or to the requests' resident layers (see `PagedKV`).
+    Otherwise they attend by vLLM's backend, and `slots` and `metadata` are set.
     """
 
     span: slice  # indices of the call's rows among all rows

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, rotate
-from ragblend.engine.transformers.positions import rope_parameters
+from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, Rotation, rotate
+from ragblend.engine.transformers.positions import RotaryTables, rope_parameters
 from ragblend.engine.vllm.support import FIX_HINT, reject_unsupported_attention
 from ragblend.engine.vllm.worker_side.latent import is_latent, rotate_shared_keys, split_pairs
 from ragblend.errors import UnsupportedModelError
 
 _TRIED_POSITIONS = (1, 7, 30)  # at which the rotation of a layer is found
+_LAYOUT_TOLERANCE = 0.05  # relative error that rounding to eight bits of a number's digits may cause
 
 
 class StopLayerError(Exception):
@@ -118,6 +119,17 @@ class VllmDecoder:
         if rotated.data_ptr() != flat.data_ptr():  # the module decides whether it works in place
             flat.copy_(rotated)
 
+    def key_rotation(self, layer: int, end: int) -> Rotation | None:
+        """Return the rotation of `rotate_keys` to any position before `end`; None if its tables are unknown."""
+        if not self._has_rope[layer]:
+            nothing = torch.empty(0, 0, dtype=torch.float32, device=self.device)
+            return Rotation(nothing, nothing)
+        found = self._rotary_layouts[id(self._rotary[layer])]
+        if found is None:
+            return None
+        tables, layout = found
+        return Rotation(*tables.of_all(end, "", layout), layout.adjacent)
+
     @contextmanager
     def capture(self, layer: int, then: Callable[[], None]) -> Iterator[list[Tensor]]:
         """Yield a list that receives the layer's keys (after QK-norm, before RoPE) and values, [R, H * D] each.
@@ -199,6 +211,43 @@ class VllmDecoder:
             has_rope.append(bool(calls))
         return tuple(has_rope)
 
+    @cached_property
+    @torch.inference_mode()
+    def _rotary_layouts(self) -> dict[int, tuple[RotaryTables, RotaryLayout] | None]:
+        """The tables of each rotary module, by its id, and their layout; None if they are unknown."""
+        layer_of = {id(rotary): layer for layer, rotary in enumerate(self._rotary) if self._has_rope[layer]}
+        return {key: self._find_rotary_layout(layer) for key, layer in layer_of.items()}
+
+    def _find_rotary_layout(self, layer: int) -> tuple[RotaryTables, RotaryLayout] | None:
+        rotary, attention = self._rotary[layer], self.attention[layer]
+        cache = getattr(rotary, "cos_sin_cache", None)
+        if not isinstance(cache, Tensor) or is_latent(attention):
+            return None
+        tables = RotaryTables(_angles_of(rotary), len(cache), self.device)
+        rows = torch.tensor(_TRIED_POSITIONS, device=self.device)
+        shape = len(rows), attention.num_kv_heads, attention.head_size
+        keys = torch.randn(shape, generator=torch.Generator().manual_seed(layer)).to(self.embed(rows[:1]))
+        rotated = keys.clone()
+        self.rotate_keys(layer, rotated, rows)
+
+        def error(layout: RotaryLayout) -> float:
+            cos, sin = tables.of_all(max(_TRIED_POSITIONS) + 1, "", layout)
+            ours = rotate(keys.transpose(0, 1), cos[rows], sin[rows], layout.adjacent).transpose(0, 1)
+            return float((ours.float() - rotated.float()).norm() / rotated.float().norm())
+
+        layout = min(ROTARY_LAYOUTS, key=error)
+        return (tables, layout) if error(layout) <= _LAYOUT_TOLERANCE else None
+
+
+def _angles_of(rotary: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a function that calls vLLM's `rotary` module as transformers' ones are called: for cosine and sine."""
+
+    def angles(_like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary.cos_sin_cache[position_ids].float().chunk(2, dim=-1)
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+    return angles
+
 
 class TransformersDecoder(VllmDecoder):
     """Decoder of vLLM's Transformers backend: transformers' layers around vLLM's attention.
@@ -217,6 +266,7 @@ class TransformersDecoder(VllmDecoder):
         self._kinds = list(config.layer_types) if "" not in ropes else [""] * len(self.layers)
         self._unrotated = False
         self._latest: tuple[Any, str, tuple[Tensor, Tensor]] | None = None  # rows, kind of layer, tables
+        self._rotary_tables = RotaryTables(self._decoder.rotary_emb, config.max_position_embeddings, self.device)
 
     def run_layer(self, layer: int, positions: Tensor, hidden: Tensor) -> Tensor:
         """Run a layer, with keys and queries that are not rotated inside `capture`."""
@@ -239,6 +289,11 @@ class TransformersDecoder(VllmDecoder):
         if layout.direction:
             cos, sin = layout.arrange(*self._tables(rows, self._kinds[layer]))
             keys.copy_(rotate(keys.transpose(0, 1), cos, sin, layout.adjacent).transpose(0, 1))
+
+    def key_rotation(self, layer: int, end: int) -> Rotation:
+        """Return the rotation that `rotate_keys` makes, to any position before `end`."""
+        layout = self._layouts[layer]
+        return Rotation(*self._rotary_tables.of_all(end, self._kinds[layer], layout), layout.adjacent)
 
     @contextmanager
     def capture(self, layer: int, then: Callable[[], None]) -> Iterator[list[Tensor]]:

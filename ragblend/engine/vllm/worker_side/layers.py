@@ -6,8 +6,11 @@ that supports batches of varying lengths then applies exactly the causal mask. K
 backend's own `do_kv_cache_update`, because the layout of the paged cache differs between devices and releases. Layers
 that are read again are also kept as tensors (`paged.PagedKV`, the resident layer).
 
+With Triton's kernels (`VllmLayers.uses_kernels`), scattered tokens are one call, and no layer is kept as a tensor: the
+kernels write to the blocks and attend to them.
+
 The question's tokens have no blocks while the context is fused. A query probe therefore runs them over the resident
-layer, with ragblend's own attention in place of the layer's. `self_check` compares both.
+layer or by kernels, with ragblend's own attention in place of the layer's. `self_check` compares both.
 
 `hidden` has the shape [R, 1, hidden size] before the first layer, then [R, 2, hidden size]: the output and the residual
 that vLLM's layers return. They stay separate, so that their sum is rounded exactly where vLLM rounds it. Layers that
@@ -18,15 +21,23 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows, positions_on_host
+from ragblend.engine.fusion.attention import (
+    ProbeQueries,
+    Rotation,
+    has_kernels,
+    inverse_tables,
+    positions_on_host,
+    rotate,
+    slice_positions,
+)
 from ragblend.engine.fusion.fuse import LayerCall
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.format.kv import ChunkKV, HeadSlice, LayerKV, concatenate_rows
@@ -34,13 +45,8 @@ from ragblend.engine.vllm.support import reject_kv_groups
 from ragblend.engine.vllm.worker_side.adapters import without_adapters
 from ragblend.engine.vllm.worker_side.attention_calls import AttentionCall, RequestRows, cut_runs
 from ragblend.engine.vllm.worker_side.decoder import StopLayerError, find_decoder, stop_layer
-from ragblend.engine.vllm.worker_side.latent import (
-    absorb_queries,
-    attended_keys,
-    expand_output,
-    is_latent,
-    use_plan,
-)
+from ragblend.engine.vllm.worker_side.latent import is_latent, use_plan
+from ragblend.engine.vllm.worker_side.own_attention import OwnAttention
 from ragblend.engine.vllm.worker_side.paged_cache import PagedCache
 
 _APART = 1 << 32  # distance between the positions of two requests, so that no run spans both
@@ -50,6 +56,7 @@ class _BlockKV(Protocol):
     """What these layers need of a request's KV in blocks (`PagedKV`)."""
 
     blocks: Tensor
+    has_pages: bool
 
     def should_attend_together(self, layer: int, has_hook: bool) -> bool: ...
 
@@ -80,8 +87,8 @@ class VllmLayers:
         self._adapters = getattr(model, "lora_manager", None)
         self._attention = self._decoder.attention
         self._names = [attention.layer_name for attention in self._attention]
-        self._attention_params = [_attention_params(attention) for attention in self._attention]
-        without_window = tuple(layer for layer, params in enumerate(self._attention_params) if params.window is None)
+        self._own = [OwnAttention(attention, layer) for layer, attention in enumerate(self._attention)]
+        without_window = tuple(layer for layer, own in enumerate(self._own) if own.params.window is None)
         self.global_layers = without_window if len(without_window) < self.num_layers else ()
         """As `TransformersLayers.global_layers`."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -114,6 +121,8 @@ class VllmLayers:
         # For a probed token, the whole fused projection and the norm before it run.
         self.kv_share = self._decoder.kv_share
         """Share of one layer's parameters that computes keys and values, for charged budgets."""
+        self.uses_kernels = self._can_use_kernels()
+        """True if Triton's kernels place stored KV in the blocks and compute the attention of scattered rows."""
 
     # -- LayerwiseModel
 
@@ -124,11 +133,30 @@ class VllmLayers:
 
     @property
     def attends_scattered_rows_together(self) -> bool:
-        """True if one attention call may run scattered rows over the resident layer (the layer's KV as one tensor).
+        """True if one attention call may run scattered rows: by kernels, or over the resident layer (one tensor).
 
         False on a CPU, because vLLM's own kernel over the paged cache is always faster there (`benchmarks.scattered`).
         """
-        return self.device.type != "cpu"
+        return self.uses_kernels or self.device.type != "cpu"
+
+    @torch.inference_mode()
+    def _can_use_kernels(self) -> bool:
+        """Return True if the kernels run on this device, over a cache of the model's dtype, by known rotary tables."""
+        if not has_kernels(self.device) or not self.cache.has_pages:
+            return False
+        with self.without_adapters():  # layers run to find out how they rotate
+            return all(self._decoder.key_rotation(layer, 1) is not None for layer in range(self.num_layers))
+
+    def kernel_rotation(self, layer: int, end: int) -> Rotation:
+        """Return the rotation of a layer's keys to any position before `end`, as kernels take it."""
+        rotation = self._decoder.key_rotation(layer, end)
+        assert rotation is not None
+        return rotation
+
+    def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
+        """Return the pre-RoPE form [H, R, D] of rotated `keys` at positions `rows` [R]. Only if `uses_kernels`."""
+        cos, sin, adjacent, _ = self.kernel_rotation(layer, positions_on_host(rows)[-1] + 1)
+        return rotate(keys, *inverse_tables(cos[rows], sin[rows]), adjacent)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return the embeddings [R, 1, hidden size] of token ids [R], as the model passes them to its first layer.
@@ -147,7 +175,7 @@ class VllmLayers:
                 try:
                     self._decoder.run_layer(layer, positions, part)
                 except StopLayerError:
-                    projected.append(self._as_heads(layer, *kept))
+                    projected.append(self._own[layer].as_heads(*kept))
         return concatenate_rows(projected)
 
     def place_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
@@ -169,7 +197,7 @@ class VllmLayers:
         and the values of `rows[hook.row_indices]`.
         """
         calls = self.attention_calls([rows], [fused], fused.should_attend_together(layer, hook is not None))
-        return self._run_calls(layer, hidden, calls, [hook] if hook is not None else [], [fused])
+        return self._run_calls(layer, hidden, calls, [hook], [fused])
 
     def run_layer_together(self, runs: Sequence[LayerCall]) -> list[Tensor]:
         """Run one layer for several requests at once. Return each request's output [R, 2, hidden size]."""
@@ -182,13 +210,8 @@ class VllmLayers:
         )
         calls = self.attention_calls(rows, fused, together)
         layer, hidden = runs[0].layer, torch.cat([run.hidden for run in runs])
-        firsts = itertools.accumulate(counts[:-1], initial=0)
-        hooks = [
-            run.hook._replace(row_indices=run.hook.row_indices + first)
-            for run, first in zip(runs, firsts, strict=True)
-            if run.hook
-        ]
-        return list(torch.split(self._run_calls(layer, hidden, calls, hooks, fused), counts))
+        hooks = [run.hook for run in runs]
+        return list(torch.split(self._run_calls(layer, hidden, calls, hooks, fused, counts), counts))
 
     def run_probe_layer(
         self, layer: int, hidden: Tensor, rows: Tensor, fused: Any, probe_hook: QueryProbeHook | None
@@ -204,13 +227,14 @@ class VllmLayers:
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
         for part, positions in [(hidden, rows)] if fits else split:
             whole = RequestRows(0, slice(0, len(part)), positions, positions_on_host(positions))
-            with self._attending_over(layer, [whole], [fused], alone) as seen, self._context(len(part)):
+            with self._own[layer].in_place([whole], [fused], probe_hook=alone) as seen, self._context(len(part)):
                 outputs.append(self._decoder.run_layer(layer, positions, part))
             queries += seen
         if probe_hook is not None and alone is None:
-            scale = self._attention[layer].impl.scale
-            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, scale, self._attention_params[layer])
-            probe_hook(probe_queries, self._resident_kv(layer, fused, positions_on_host(rows)[-1] + 1).keys, None)
+            own, pages = self._own[layer], fused.pages(layer) if fused.has_pages else None
+            probe_queries = ProbeQueries(torch.cat(queries, 1), rows, own.scale, own.params, pages=pages)
+            end = positions_on_host(rows)[-1] + 1
+            probe_hook(probe_queries, pages.keys if pages else own.resident_kv(fused, end).keys, None)
         return torch.cat(outputs)
 
     def run_layer_keeping_unrotated_kv(
@@ -240,8 +264,8 @@ class VllmLayers:
     ) -> list[AttentionCall]:
         """Return the attention calls for the `rows` [R] of each request, whose KV is in `fused`.
 
-        `together`: True if the rows attend to the resident layers (see `PagedKV`), False if to the blocks. The latest
-        result is cached, because most layers run the same rows as the layer before.
+        `together`: True if the rows attend by kernels or to the resident layers (see `PagedKV`), False if by vLLM's
+        backend. The latest result is cached, because most layers run the same rows as the layer before.
         """
         key = [*rows, *(each.blocks for each in fused)]
         latest_rows, were_together, calls = self._latest_calls
@@ -268,7 +292,7 @@ class VllmLayers:
         ]
 
     def split_shared_calls(self, rows: Sequence[Tensor]) -> list[AttentionCall]:
-        """Split the rows of several requests into attention calls over the requests' resident layers.
+        """Split the rows of several requests into attention calls by kernels or over the requests' resident layers.
 
         `rows`: positions [R] of each request. A call has at most `max_rows` rows.
         """
@@ -281,7 +305,8 @@ class VllmLayers:
                 mine = slice(max(start, span.start) - start, min(end, span.stop) - start)
                 if mine.start < mine.stop:
                     here = slice(mine.start + start - first, mine.stop + start - first)
-                    parts.append(RequestRows(owner, here, rows[owner][mine], positions_on_host(rows[owner])[mine]))
+                    part = slice_positions(rows[owner], mine)
+                    parts.append(RequestRows(owner, here, part, positions_on_host(part)))
             calls.append(AttentionCall(span, joined[span], parts=tuple(parts)))
         return calls
 
@@ -353,28 +378,45 @@ class VllmLayers:
         layer: int,
         hidden: Tensor,
         calls: Sequence[AttentionCall],
-        hooks: Sequence[FreshRowsCallback],
+        hooks: Sequence[FreshRowsCallback | None],
         fused: Sequence[Any],
+        counts: Sequence[int] = (0,),
     ) -> Tensor:
+        """Run a layer over `hidden` in `calls`. `hooks`: of each request, which has this number of rows in `counts`."""
+        if len(calls) == 1 and calls[0].parts and all(each.has_pages for each in fused):
+            return self._run(layer, hidden, calls[0], fused, hooks)
+        firsts = itertools.accumulate(counts[:-1], initial=0)
+        called = [
+            hook._replace(row_indices=hook.row_indices + first) if first else hook
+            for hook, first in zip(hooks, firsts, strict=True)
+            if hook
+        ]
         in_pass = len(calls) == 1 and self._decoder.captures_in_pass
         if not in_pass:  # every hook must have all of its rows before the first call attends
-            for each in hooks:
+            for each in called:
                 each.callback(self.project_kv(layer, hidden[each.row_indices]))
             return torch.cat([self._run(layer, hidden[call.span], call, fused) for call in calls])
-        if not hooks:
+        if not called:
             return self._run(layer, hidden, calls[0], fused)
 
         def call_hooks() -> None:
-            fresh = self._as_heads(layer, *kept)
-            for row_indices, callback, *_ in hooks:
+            fresh = self._own[layer].as_heads(*kept)
+            for row_indices, callback, *_ in called:
                 callback(LayerKV(fresh.keys[:, row_indices], fresh.values[:, row_indices]))
 
         with self._decoder.capture(layer, call_hooks) as kept:
             return self._run(layer, hidden, calls[0], fused)
 
-    def _run(self, layer: int, hidden: Tensor, call: AttentionCall, fused: Sequence[Any]) -> Tensor:
+    def _run(
+        self,
+        layer: int,
+        hidden: Tensor,
+        call: AttentionCall,
+        fused: Sequence[Any],
+        hooks: Sequence[FreshRowsCallback | None] = (),
+    ) -> Tensor:
         if call.parts:
-            with self._attending_over(layer, call.parts, fused), self._context(len(hidden)):
+            with self._own[layer].in_place(call.parts, fused, hooks), self._context(len(hidden)):
                 return self._decoder.run_layer(layer, call.positions, hidden)
         with self._context(len(hidden), call):
             return self._decoder.run_layer(layer, call.positions, hidden)
@@ -387,59 +429,6 @@ class VllmLayers:
     def final_norm(self, hidden: Tensor) -> Tensor:
         """Return the final norm [R, hidden size] of the last layer's output. Needs a call of `forward` before it."""
         return self._decoder.final_norm(hidden)
-
-    @contextmanager
-    def _attending_over(
-        self, layer: int, parts: Sequence[RequestRows], fused: Sequence[Any], hook: QueryProbeHook | None = None
-    ) -> Iterator[list[Tensor]]:
-        """Replace the layer's attention inside the block by ragblend's own, over the resident layers of `fused`.
-
-        `parts` are the rows of each request. Their keys and values are written to its resident layer first. `hook` may
-        compute the attention instead. Yield a list that receives the queries [Hq, R, D] of each part.
-        """
-        attention, seen = self._attention[layer], []
-        params, scale, latent = self._attention_params[layer], attention.impl.scale, is_latent(attention)
-
-        def attend(query: Tensor, key: Tensor, value: Tensor, *_shape_and_dtype: Any, **_options: Any) -> Tensor:
-            if latent:  # the latent comes before the shared key
-                fresh, states = self._as_heads(layer, value, key), absorb_queries(attention, query)
-            else:
-                fresh = self._as_heads(layer, key, value)
-                states = query.reshape(len(query), attention.num_heads, attention.head_size).transpose(0, 1)
-            outputs = []
-            for owner, span, rows, positions in parts:
-                theirs, mine, end = fused[owner], states[:, span], positions[-1] + 1
-                theirs.write(layer, rows, fresh.keys[:, span], fresh.values[:, span])
-                keys, values = self._resident_kv(layer, theirs, end)
-                probe_queries = ProbeQueries(mine, rows, scale, params, positions)
-                output = hook(probe_queries, keys, values) if hook is not None else None
-                if output is None:
-                    output = attend_rows(mine[None], keys[None], values[None], rows, scale, params, positions)[0]
-                outputs.append(output)
-                seen.append(mine)
-            joined = torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
-            return expand_output(attention, joined) if latent else joined.transpose(0, 1).flatten(1)
-
-        attention.forward = attend  # an attribute of the instance hides the class's method
-        try:
-            yield seen
-        finally:
-            del attention.forward
-
-    def _as_heads(self, layer: int, keys: Tensor, values: Tensor) -> LayerKV:
-        """Reshape keys and values [R, H * D] to [H, R, D]."""
-        attention = self._attention[layer]
-        if is_latent(attention):
-            return LayerKV(keys.reshape(1, len(keys), -1), values.reshape(1, len(values), -1))
-        return LayerKV(
-            keys.reshape(-1, attention.num_kv_heads, attention.head_size).transpose(0, 1),
-            values.reshape(-1, attention.num_kv_heads, attention.head_size_v).transpose(0, 1),
-        )
-
-    def _resident_kv(self, layer: int, fused: Any, end: int) -> LayerKV:
-        """Return the first `end` rows of the resident layer, [H, end, D], as the layer's queries attend to them."""
-        kv = LayerKV(fused.keys(layer)[:, :end], fused.values(layer)[:, :end])
-        return LayerKV(attended_keys(kv), kv.values) if is_latent(self._attention[layer]) else kv
 
     def _make_call(
         self, span: slice, runs: Sequence[tuple[int, int]], rows: Tensor, tables: Tensor, owners: Tensor
@@ -477,10 +466,3 @@ class VllmLayers:
             return tables
         split = tables[..., None] * self._kernel_blocks + torch.arange(self._kernel_blocks, device=tables.device)
         return split.flatten(1)
-
-
-def _attention_params(attention: Any) -> AttentionExtras:
-    """Return sliding window, softcap and sinks of vLLM's attention layer."""
-    impl = attention.impl
-    softcap = getattr(impl, "logits_soft_cap", None) or None  # some backends have 0 for no softcap
-    return AttentionExtras(getattr(attention, "sliding_window", None), softcap, getattr(impl, "sinks", None))

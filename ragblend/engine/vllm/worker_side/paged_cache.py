@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,6 +84,69 @@ class PagedCache:
                 codes = rounded.view(torch.uint8) - (rounded.float().abs() > numbers.abs()).to(torch.uint8)
                 rounded = codes.view(self._fp8)
             tensor.copy_(rounded.float() * scale)
+
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values as views [B, S, H, D] of its cache: B kernel blocks of S tokens.
+
+        Only if `has_pages`.
+        """
+        cache = self._attention[layer].kv_cache
+        assert self._page_layout is not None
+        shape = (cache.shape[self._block_dim], *self._shape[1:])
+        keys, values = (
+            cache.as_strided(shape, (cache.stride(self._block_dim), *strides), cache.storage_offset() + first)
+            for first, strides in self._page_layout
+        )
+        return keys, values
+
+    def page_tables(self, block_ids: Sequence[int], num_rows: int, num_probe_rows: int) -> tuple[Tensor, Tensor]:
+        """Return the pages [layers, P] of a prompt whose first `num_rows` rows have blocks, and memory for the others.
+
+        The others have pages, too, which this memory contains: it must exist as long as the table is used.
+        """
+        size, cache = self._shape[1], self._attention[0].kv_cache
+        parts = np.arange(self.kernel_blocks)
+        with_blocks = (np.array(block_ids, np.int64)[:, None] * self.kernel_blocks + parts).ravel()[
+            : -(-num_rows // size)
+        ]
+        num_others = -(-(num_rows + num_probe_rows) // size) - len(with_blocks)
+        stride = cache.stride(self._block_dim)
+        # One more page, because the first one must be at a whole number of pages from the layer's cache.
+        memory = torch.empty((num_others + 1) * stride if num_others else 0, dtype=cache.dtype, device=self._device)
+        tables = np.empty((len(self._attention), len(with_blocks) + num_others), np.int64)
+        tables[:, : len(with_blocks)] = with_blocks
+        for table, attention in zip(tables, self._attention, strict=True):
+            distance = memory.data_ptr() - attention.kv_cache.data_ptr()
+            table[len(with_blocks) :] = np.arange(num_others) - (-distance // (stride * cache.itemsize))
+        return torch.from_numpy(tables).to(self._device, non_blocking=True), memory
+
+    @cached_property
+    def has_pages(self) -> bool:
+        """True if `pages` can return every layer: numbers of the model's dtype, at regular distances in a block."""
+        if self._fp8 is not None or any(map(is_latent, self._attention)):
+            return False
+        sizes = {(each.num_kv_heads, each.head_size, each.head_size_v, each.kv_cache.dtype) for each in self._attention}
+        first = self._attention[0]
+        expected = (first.num_kv_heads, first.head_size, first.head_size, self._dtype)
+        return sizes == {expected} and self._page_layout is not None
+
+    @cached_property
+    def _page_layout(self) -> list[tuple[int, list[int]]] | None:
+        """Offset of a block's first number, and strides of a slot, a head and a dimension, for keys and for values.
+
+        None if a block's numbers are at other distances, or not in one piece of memory.
+        """
+        cache, layout = self._attention[0].kv_cache, []
+        block = cache.select(self._block_dim, 0)
+        size = 1 + sum((count - 1) * stride for count, stride in zip(block.shape, block.stride(), strict=True))
+        places = torch.arange(size).as_strided(block.shape, block.stride()).flatten()[self._block_layout.cpu()]
+        for part in places:
+            first, strides = int(part[0, 0, 0]), [int(part.movedim(dim, 0)[:2, 0, 0].diff().sum()) for dim in range(3)]
+            slot, head, dim = (torch.arange(count) * stride for count, stride in zip(part.shape, strides, strict=True))
+            if not torch.equal(part, first + slot[:, None, None] + head[:, None] + dim):
+                return None
+            layout.append((first, strides))
+        return layout if size <= cache.stride(self._block_dim) else None
 
     def _scales(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the factors of a layer's cached keys and values, of all heads [1, 1] or per head [H, 1]."""

@@ -91,8 +91,7 @@ class _KVInBlocks:
     def apply_drift(self, layer: int, drift: LayerKV | None, shares: Tensor | None = None) -> None:
         """Add `shares` [T, M] times `drift` [H, M, D], a pre-RoPE change, to the chunks whose KV is not exact."""
         if drift is not None and shares is not None:
-            for rows in self._stale:
-                self._paged.add_drift(layer, rows, drift, shares[rows])
+            self._paged.add_drift(layer, self._stale, drift, shares)
 
 
 class _Inverse(NamedTuple):

@@ -401,7 +401,9 @@ class BlendWorker:
     def _paged(self, job: BlendJob, turn: BlendTurn, plan: FusePlan, num_in_blocks: int) -> PagedKV:
         """Return the request's blocks, with the layers that the plan needs as tensors."""
         kept = {check.layer for check in plan.checks}
-        if self.layers.attends_scattered_rows_together and plan.recomputes_some:
+        # Kernels also compute the few fresh rows of a prompt that recomputes no chunk token.
+        attends = not plan.recomputes_all if self.layers.uses_kernels else plan.recomputes_some
+        if self.layers.attends_scattered_rows_together and attends:
             kept.update(range(self.layers.num_layers))
         num_probe_rows = len(plan.token_ids) - plan.end if plan.probe_layers else 0
         kept.update(range(plan.probe_layers[-1] + 1) if plan.probe_layers else ())

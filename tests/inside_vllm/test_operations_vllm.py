@@ -1,0 +1,25 @@
+"""Inside vLLM, too, a blend by Triton's kernels starts few operations: no more a layer or a chunk than known here."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.operations import measure
+
+MOST = {  # operations a layer, and of each further chunk in 12 layers; host reads
+    "reuse": (1.0, 0.0, 1),
+    "ask": (62.5, 1.0, 4),
+    "cacheblend": (33.0, 0.0, 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_no_more_operations_and_host_reads_than_known():
+    pytest.importorskip("triton")
+    counts = measure("vllm", with_kernels=True)
+    for name, most in MOST.items():
+        counted = counts[name]
+        assert counted["per_layer"] <= most[0], name
+        assert counted["per_chunk"] <= most[1], name
+        assert sum(counted["host_reads"].values()) <= most[2], counted["host_reads"]
