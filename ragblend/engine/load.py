@@ -254,6 +254,7 @@ def _load_transformers(
     """Return an engine that runs the model in this process."""
     from ragblend.engine.loop import MAX_NUM_SEQS
     from ragblend.engine.store.format.kv import KVSpec, dtype_name
+    from ragblend.engine.transformers.checkpoints import DEMO
     from ragblend.engine.transformers.engine import TransformersEngine
     from ragblend.engine.transformers.layers import TransformersLayers
     from ragblend.engine.transformers.loaded_model import adopt_loaded_model
@@ -294,7 +295,7 @@ def _load_transformers(
         machine=machine,
         **shared,
     )
-    if machine is None and profiles_itself(settings.auto_profile):
+    if machine is None and profiles_itself(settings.auto_profile, is_demo=loaded.name == DEMO):
         engine.measure_machine = measure_engine
     return engine
 
@@ -353,7 +354,9 @@ def _load_vllm(
     """Return an engine with vLLM in this process."""
     from tempfile import TemporaryDirectory
 
+    from ragblend.engine.transformers.checkpoints import DEMO
     from ragblend.engine.transformers.model import load_tokenizer
+    from ragblend.engine.tuning.brief_profile import profiles_itself
     from ragblend.engine.vllm.engine import VllmEngine
     from ragblend.engine.vllm.launch import find_checkpoint, require_vllm, transfer_config
     from ragblend.prompt.render import Renderer
@@ -381,7 +384,7 @@ def _load_vllm(
         system=settings.system,
         context=settings.context,
         trust_remote_code=trust,
-        auto_profile=settings.auto_profile,
+        auto_profile=profiles_itself(settings.auto_profile, is_demo=model == DEMO),
     )
     tokenizer, _ = load_tokenizer(path, ModelOptions(trust_remote_code=trust))
     options = settings.vllm_options or {}

@@ -22,6 +22,8 @@ from ragblend.config import Settings
 from ragblend.engine.load import find_store_model, register_model
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.tier import open_remote
+from ragblend.engine.transformers.checkpoints import DEMO
+from ragblend.engine.tuning.brief_profile import profiles_itself
 from ragblend.engine.vllm.launch import (
     LOOPBACK,
     Checkpoint,
@@ -103,7 +105,7 @@ def build_server_command(
         system=settings.system,
         context=settings.context,
         trust_remote_code=settings.trust_remote_code,
-        auto_profile=settings.auto_profile,
+        auto_profile=profiles_itself(settings.auto_profile, is_demo=model == DEMO),
         keys=keys,
     )
     store = Path(transfer["kv_connector_extra_config"]["store"])

@@ -361,7 +361,10 @@ class BlendingEngine(LocalEngine):
     def _fall_back(self, request: EngineRequest, reason: str) -> PrefillResult:
         """Return full prefill, because reuse would be slower. The report has `reason`; the log has the first one."""
         if not self._has_warned_fallback:
-            log.warning("stored KV is not used: %s. Use a faster disk; compare with: ragblend plan", reason)
+            log.warning(
+                "stored KV is not used: %s. Requests that name a ratio use it; compare storage by: ragblend plan",
+                reason,
+            )
             self._has_warned_fallback = True
         return self._full_prefill(request, reason)
 

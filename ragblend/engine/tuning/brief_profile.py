@@ -170,10 +170,13 @@ def keep_profile(root: Path, profile: MachineProfile) -> None:
         write_profile(root, profile)
 
 
-def profiles_itself(auto_profile: bool | None) -> bool:
-    """Return True if engines measure the machine: `auto_profile`, else the user's setting, else True."""
+def profiles_itself(auto_profile: bool | None, *, is_demo: bool = False) -> bool:
+    """Return True if engines measure the machine: `auto_profile`, else the user's setting, else all but the demo's.
+
+    The demo's requests take some milliseconds in every mode, which is less than times differ from run to run.
+    """
     value = trusted_setting("auto_profile") if auto_profile is None else auto_profile
-    return value is None or bool(value)
+    return not is_demo if value is None else bool(value)
 
 
 def random_ids(count: int, vocab_size: int, seed: int = 0) -> Ids:

@@ -13,6 +13,7 @@ from ragblend import Prompt, load_engine
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers import measure
 from ragblend.engine.transformers.measure import measure_engine
+from ragblend.engine.tuning.brief_profile import profiles_itself
 from ragblend.engine.tuning.machine import machine_facts, read_machine_profile
 
 CHUNKS = ["George Keller lives in Kinport. " * 8, "Julia Bishop works for Synon. " * 8]
@@ -123,3 +124,11 @@ def test_a_store_in_memory_keeps_the_profile_in_its_engine():
         engine.generate(PROMPT, max_tokens=1)
         assert engine.machine is not None
         assert engine.machine.bytes_per_s == {}
+
+
+def test_the_demo_is_measured_only_if_asked_for(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAGBLEND_AUTO_PROFILE")
+    assert profiles_itself(None)
+    assert profiles_itself(True, is_demo=True)
+    with load_engine("demo", tmp_path) as engine:
+        assert engine.measure_machine is None
