@@ -78,7 +78,11 @@ _ARGUMENT = re.compile(r"`([a-z_]+)(?:=([^`]+))?`")
 
 @dataclass(frozen=True, slots=True)
 class Settings(TierOptions):
-    """The settings of every command and of `load_engine`. Paths are relative to the working folder, `~` is the home."""
+    """The settings of every command. Paths are relative to the working folder, `~` is the home.
+
+    Those that are options of `load_engine` have its names and meanings. In Python they are arguments: `load_engine`
+    reads no settings, except the user's own `catalog` and `auto_profile`.
+    """
 
     model: str | None = option(
         None,

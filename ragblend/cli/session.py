@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ragblend.cli.printing import progress_bars
 from ragblend.config import Settings, load_settings
 from ragblend.errors import CorruptError, EmptyCorpusError, NotFoundError, UsageError
+from ragblend.options import LoadOptions, ModelOptions, TierOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -127,19 +128,11 @@ def opening_title(settings: Settings, title: str = "loading the model") -> str:
 
 
 def _engine_options(settings: Settings) -> dict[str, Any]:
-    """Return the engine's options, except model and store."""
-    names = (
-        "backend",
-        "dtype",
-        "device",
-        "system",
-        "namespace",
-        "shadow",
-        "context",
-        "trust_remote_code",
-        "auto_profile",
-    )
-    return {**{name: getattr(settings, name) for name in names}, **settings.tiers}
+    """Return the settings that are options of `load_engine`, except model and store."""
+    options = {field.name for field in (*fields(LoadOptions), *fields(ModelOptions))}
+    tiers = {field.name for field in fields(TierOptions)}
+    names = [field.name for field in fields(Settings) if field.name in options - tiers]
+    return {"backend": settings.backend, **{name: getattr(settings, name) for name in names}, **settings.tiers}
 
 
 @contextmanager

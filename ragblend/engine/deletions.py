@@ -3,9 +3,10 @@
 Each entry of a disk tier is recorded when it is stored, so that a removal finds the entries of a text without reading
 files. Every removal, replacement, collection of garbage and change of the context policy calls `schedule_deletions`
 with the keys of the entries that it leaves, and then `run_deletions`, which deletes the entries. Documents of an index
-are removed in an earlier transaction, which records the texts that they lost; other callers remove the texts in the
-transaction that schedules. After a kill, or while a remote tier does not answer, the records stay, and the next run
-continues. Storing an entry again cancels its deletion. Depends on a store and its ledger, not on models or texts.
+are removed in an earlier transaction, which records the texts that they lost; other removals of documents remove the
+texts in the transaction that schedules. After a kill, or while a remote tier does not answer, the records stay, and the
+next run continues. Ingesting a text again cancels the deletion of its entries (`Ledger.cancel_deletions`). Depends on a
+store and its ledger, not on models or texts.
 """
 
 from __future__ import annotations
@@ -91,12 +92,12 @@ def record_entries_on_put(store: KVStore) -> Ledger | None:
     if disk is None or disk.on_put is not None:
         return None
     ledger = open_ledger(disk)
-    disk.on_put, disk.on_delete = partial(record_entry, ledger), partial(_record_deletions, ledger)
+    disk.on_put, disk.on_delete = partial(record_entry, ledger), partial(_unrecord_entries, ledger)
     return ledger
 
 
-def _record_deletions(ledger: Ledger, keys: Collection[str]) -> None:
-    """Record that another machine has deleted entries."""
+def _unrecord_entries(ledger: Ledger, keys: Collection[str]) -> None:
+    """Remove the records of entries that another machine has deleted."""
     if not ledger.is_shared:  # in a shared catalogue, the machine that deletes an entry removes its record
         ledger.unrecord_stored_entries(keys)
 

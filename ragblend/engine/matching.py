@@ -1,8 +1,8 @@
-"""Matching of prompts for all engines: finds stored chunks in token ids, and their entries in the store.
+"""Matching of prompts for all engines: finds known chunks in token ids, and their entries in the store.
 
-`KnownChunks.match` finds the registered chunks of one tokenizer and one namespace as runs. Their token ids are in the
-store's ledger. The first search builds an index over them, which all engines of the process share. Later searches
-update the index from the rows that any process has added or removed.
+`KnownChunks.match` finds the known chunks of one tokenizer and one namespace as runs: those whose token ids are in the
+store's ledger, with or without stored KV. The first search builds an index over them, which all engines of the process
+share. Later searches update the index from the rows that any process has added or removed.
 
 `find_variants` lists the variants of a run's chunk, and `find_stored` finds the best one that a store has.
 `PrefixKVCache` has the KV of earlier prompts' prefixes. Depends on token ids, keys and the ledger, not on models or
