@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.engine.tuning.loading_controller import (
     LEAST_READS,
+    NEGLIGIBLE_S,
     SLIGHT,
     LoadableChunk,
     MachineProfile,
@@ -198,11 +199,13 @@ def test_no_decision_is_slower_than_full_prefill_or_than_all_chunks(profile, pro
     if found.fallback_reason:
         assert (found.ratio, found.used) == (1.0, ())
         assert all_s["asks"] >= limit_s / SLACK
-        assert best_s["asks"] >= limit_s / SLACK
+        assert best_s["asks"] >= min(full_s, limit_s) / SLACK
         return
     if len(found.used) < len(chunks):
         assert all_s[found.rule] >= limit_s / SLACK
-        assert found.total_s <= best_s[found.rule] * (1 + 1e-6)
+        # Chunks in memory are used even where blending one takes longer than computing it, if it takes some ms more.
+        slack_s = NEGLIGIBLE_S if max(share for _, share in (*profile.shares, *profile.no_probe_shares)) > 1 else 0.0
+        assert found.total_s <= best_s[found.rule] * (1 + 1e-6) + slack_s
     else:
         assert found.total_s <= all_s[found.rule] * (1 + 1e-6)
     if found.rule == "asks":
