@@ -2,10 +2,10 @@
 
     python -m benchmarks.load --shape llama-200m --store /mnt/disk
 
-Prompts share no chunk, and the memory tier has space for the chunks of one prompt. The first request of a prompt
-therefore reads from the disk, and the case "memory" repeats it. The page cache is dropped before reads from the disk. A
-throttled reader simulates disks for which T_load is shorter or longer than T_recompute, as the loading controller
-estimates them. Without the pipeline a request reads all KV before it computes. Read `run_load` first.
+Prompts share no chunk. The memory tier has space for the chunks of one prompt, and is emptied before a request that
+reads from the disk; the case "memory" repeats it. The page cache is dropped before reads from the disk. A throttled
+reader simulates disks for which T_load is shorter or longer than T_recompute, as the loading controller estimates them.
+Without the pipeline a request reads all KV before it computes. Read `run_load` first.
 """
 
 from __future__ import annotations
@@ -225,12 +225,14 @@ def time_request(
     memory, disk = tiers.find_tier(MemoryStore), tiers.find_tier(DiskStore)
     assert memory is not None
     assert disk is not None
-    store = tiers  # the chunks in memory are those of the previous prompt
+    store = tiers
     if case.source == "throttled" or not case.pipeline:
         throttled = ThrottledStore(disk, case.bytes_per_s or math.inf, case.pipeline)
         store = TieredStore(MemoryStore(memory.capacity_bytes), throttled)
     times = _read_from(engine, store)
     if case.source != "memory":
+        for key in [*memory.keys()]:
+            memory.delete(key)
         drop_page_cache(disk.kv_dir.rglob("*.safetensors"))
     before = disk.counters.num_hits
     timelines: list[Timeline] = []

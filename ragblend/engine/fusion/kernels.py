@@ -20,8 +20,15 @@ import triton
 from torch import Tensor
 
 from ragblend.engine.fusion import jit_attention, jit_rows
-from ragblend.engine.fusion.attention import PLAIN, AttentionExtras, ProbeQueries, Rotation, positions_on_host
-from ragblend.engine.fusion.protocols import FreshRowsCallback, PagedLayer
+from ragblend.engine.fusion.attention import (
+    PLAIN,
+    AttentionExtras,
+    PagedLayer,
+    ProbeQueries,
+    Rotation,
+    positions_on_host,
+)
+from ragblend.engine.fusion.protocols import FreshRowsCallback
 from ragblend.engine.fusion.rules import MAX_DRIFT_RATIO, DriftCorrection
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer
 

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import Rotation, positions_on_device
+from ragblend.engine.fusion.attention import PagedLayer, Rotation, positions_on_device
 from ragblend.engine.fusion.host_to_device import HostToDeviceCopier, LayerCopies, is_page_locked
 from ragblend.engine.fusion.plan import FusedKV, Placement
-from ragblend.engine.fusion.protocols import PagedLayer
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer, concatenate_rows, dequantized, is_in_memory
 
 if TYPE_CHECKING:

@@ -19,9 +19,16 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ragblend.engine.fusion.attention import BLOCK_SCORES, AttentionExtras, ProbeQueries, Rotation, attend_rows
+from ragblend.engine.fusion.attention import (
+    BLOCK_SCORES,
+    AttentionExtras,
+    PagedLayer,
+    ProbeQueries,
+    Rotation,
+    attend_rows,
+)
 from ragblend.engine.fusion.plan import FusedKV
-from ragblend.engine.fusion.protocols import FreshRowsCallback, PagedLayer, PromptKVBuffer, QueryProbeHook
+from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.transformers.batched_decode import BatchedDecodeCache, SequenceAttention
 from ragblend.engine.transformers.families import AttentionFamily

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import positions_on_host
+from ragblend.engine.fusion.attention import PagedLayer, positions_on_host
 from ragblend.engine.fusion.loader import DEPTH, ChunkGroup, LayerLoader
 from ragblend.engine.fusion.plan import Placement
-from ragblend.engine.fusion.protocols import FreshRowsCallback, PagedLayer
+from ragblend.engine.fusion.protocols import FreshRowsCallback
 from ragblend.engine.store.format.kv import LayerKV, StoredLayer
 from ragblend.errors import DamagedEntryError, RagblendError
 
