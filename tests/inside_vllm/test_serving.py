@@ -207,10 +207,12 @@ def test_a_damaged_file_starts_only_its_own_requests_again(serving):
     untouched = tokens(ask(llm, *asked[1]))
     damage(store, STORED[1])
     together = ask_all(llm, asked)
-    found = [report(output) for output in together]
-    # The third has read the file before, or it starts when the file is already quarantined.
-    assert [each["num_damaged_entries"] for each in found[:2]] == [1, 0]
-    assert [each["num_chunk_hits"] for each in found] == [2, len(STORED) - 3, 2]
+    reports = [report(output) for output in together]
+    # The first or the third reads the file; the other one may start when the file is already quarantined.
+    num_damaged = [each["num_damaged_entries"] for each in reports]
+    assert num_damaged[1] == 0
+    assert num_damaged[0] + num_damaged[2] >= 1
+    assert [each["num_chunk_hits"] for each in reports] == [2, len(STORED) - 3, 2]
     assert tokens(together[1]) == untouched
     assert [tokens(ask(llm, *each)) for each in asked] == [tokens(output) for output in together]
 
