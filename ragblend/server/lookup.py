@@ -113,23 +113,24 @@ async def _token_ids(request: Request, fields: dict[str, Any]) -> list[int]:
 
 
 async def _in_memory(call_workers: CallWorkers, keys: Sequence[str]) -> set[str]:
-    return {key for some in await _ask_workers(call_workers, "ragblend_keys_in_memory", keys) for key in some}
+    return {key for some in await _call_with_keys(call_workers, "ragblend_keys_in_memory", keys) for key in some}
 
 
 async def _prefetch(call_workers: CallWorkers, keys: Sequence[Sequence[str]], stored: Mapping[str, set[str]]) -> None:
     """Load the best stored variant of each chunk into the workers' memory. `keys`: of each chunk, the best first."""
     anywhere = set().union(*stored.values())
     best = [next(filter(anywhere.__contains__, each), None) for each in keys]
-    await _ask_workers(call_workers, "ragblend_prefetch", [key for key in dict.fromkeys(best) if key is not None])
+    await _call_with_keys(call_workers, "ragblend_prefetch", [key for key in dict.fromkeys(best) if key is not None])
 
 
-async def _ask_workers(call_workers: CallWorkers, method: str, keys: Sequence[str]) -> list[Any]:
+async def _call_with_keys(call_workers: CallWorkers, method: str, keys: Sequence[str]) -> list[Any]:
+    """Return the results of all workers; none without keys. Raises BackendUnreachableError if a worker fails."""
     if not keys:
         return []
     try:
         return list(await call_workers(method, keys))
     except Exception as error:
-        raise BackendUnreachableError(f"vLLM's workers do not say what is in memory: {error}") from error
+        raise BackendUnreachableError(f"vLLM's workers failed to run {method}: {error}") from error
 
 
 def _in_stores(store: TieredStore, keys: Sequence[str]) -> dict[str, set[str]]:

@@ -2,7 +2,7 @@
 
 `measure_briefly` times full prefill at several lengths, a pass of few rows, blends at two lengths, and the disk. Each
 engine implements `TimedModel` over its own model and store. `ragblend profile` measures the same at more lengths and
-more often (`lab.profile`). Depends on times, not on models, stores or prompts.
+more often (`lab.profile`). Depends on the disk tier and the rules, not on models or prompts.
 """
 
 from __future__ import annotations
