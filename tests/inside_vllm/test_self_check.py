@@ -38,12 +38,12 @@ def earlier_question(layers: VllmLayers, *args: Any) -> Any:
 
 
 def unscaled(layers: VllmLayers, *args: Any) -> Any:
-    impl = layers._attention[args[0]].impl
-    scale, impl.scale = impl.scale, 1.0  # only while the question is asked
+    attention = layers._own[args[0]]
+    scale, attention.scale = attention.scale, 1.0  # only while the question is asked
     try:
         return VllmLayers.run_probe_layer(layers, *args)
     finally:
-        impl.scale = scale
+        attention.scale = scale
 
 
 def nothing(*args: Any) -> None:

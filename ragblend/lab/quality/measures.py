@@ -69,48 +69,60 @@ def timed_prefill(
     return prefilled, perf_counter() - start_s
 
 
+class UnfinishedAnswer(NamedTuple):
+    """A prefill and the first tokens of its greedy answer. The prefill's KV has all of them but the last."""
+
+    prefilled: PrefillResult
+    ttft_s: float
+    token_ids: list[int]
+
+
 def generate_answer(engine: TransformersEngine, request: EngineRequest, configuration: Configuration) -> Answer:
     """Return the greedy answer of one prefill in this configuration."""
-    return decode_answer(engine, request, *timed_prefill(engine, request, configuration))
+    prefilled, ttft_s = timed_prefill(engine, request, configuration)
+    begun = UnfinishedAnswer(prefilled, ttft_s, [int(prefilled.logits.argmax())])
+    return decode_answers(engine, request, [begun])[0]
 
 
-def answer_and_score(
+def score_and_begin_answer(
     engine: TransformersEngine, request: EngineRequest, configuration: Configuration, full: Answer
-) -> tuple[Answer, Tensor]:
-    """Return the answer in this configuration, and `token_log_probs` for the tokens of `full`.
+) -> tuple[UnfinishedAnswer, Tensor]:
+    """Return the beginning of the answer in this configuration, and `token_log_probs` for the tokens of `full`.
 
     full: full prefill's answer to the request. `token_log_probs` uses the KV of this configuration.
     """
     prefilled, ttft_s = timed_prefill(engine, request, configuration)
-    seen = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
+    scores = token_log_probs(engine, request.prompt, prefilled.fused, full.token_ids)
     # Greedy decoding returns the tokens of `full` up to the first one that is not the most likely. Their KV is already
     # written by `token_log_probs`, so only the tokens after it are decoded.
-    likeliest = seen.argmax(-1).tolist()
+    likeliest = scores.argmax(-1).tolist()
     num_equal = common_prefix_length(likeliest, full.token_ids)
-    if num_equal == len(full.token_ids):
+    prefilled.fused.length += min(num_equal, len(full.token_ids) - 1)
+    return UnfinishedAnswer(prefilled, ttft_s, likeliest[: num_equal + 1]), scores
+
+
+@torch.inference_mode()
+def decode_answers(
+    engine: TransformersEngine, request: EngineRequest, begun: Sequence[UnfinishedAnswer]
+) -> list[Answer]:
+    """Return the greedy answers that continue `begun`, decoded as one batch. Appends to their lists of tokens."""
+
+    def unfinished() -> list[UnfinishedAnswer]:
+        limit = request.options.max_tokens
+        return [each for each in begun if each.token_ids[-1] not in engine.stop_ids and len(each.token_ids) < limit]
+
+    while batch := unfinished():
+        latest = [each.token_ids[-1:] for each in batch]
+        logits = engine.layers.run_decode_batch(latest, [each.prefilled.fused for each in batch])
+        for each, token_id in zip(batch, logits.argmax(-1).tolist(), strict=True):
+            each.token_ids.append(token_id)
+    answers = []
+    for prefilled, ttft_s, token_ids in begun:
+        ended = token_ids[-1] in engine.stop_ids
+        text = engine.renderer.decode(token_ids[:-1] if ended else token_ids)
         log_probs = prefilled.logits.double().log_softmax(-1)
-        return full._replace(log_probs=log_probs, report=prefilled.report, fused=prefilled.fused, ttft_s=ttft_s), seen
-    prefilled.fused.length += num_equal
-    return decode_answer(engine, request, prefilled, ttft_s, likeliest[: num_equal + 1]), seen
-
-
-def decode_answer(
-    engine: TransformersEngine,
-    request: EngineRequest,
-    prefilled: PrefillResult,
-    ttft_s: float,
-    first_ids: Sequence[int] = (),
-) -> Answer:
-    """Return the greedy answer that continues a prefill.
-
-    first_ids: the answer's first tokens if they are known; the prefill's KV then has all of them but the last.
-    """
-    ends, token_ids = engine.stop_ids, [*first_ids] or [int(prefilled.logits.argmax())]
-    while not (ended := token_ids[-1] in ends) and len(token_ids) < request.options.max_tokens:
-        token_ids.append(int(engine.decode_step(token_ids[-1:], prefilled.fused).argmax()))
-    text = engine.renderer.decode(token_ids[:-1] if ended else token_ids)
-    log_probs = prefilled.logits.double().log_softmax(-1)
-    return Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused, ttft_s)
+        answers.append(Answer(text, ended, log_probs, prefilled.report, tuple(token_ids), prefilled.fused, ttft_s))
+    return answers
 
 
 @torch.inference_mode()

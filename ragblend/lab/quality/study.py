@@ -42,13 +42,14 @@ from ragblend.lab.quality.measures import (
     REUSE,
     Answer,
     Configuration,
-    answer_and_score,
     answer_f1,
     contains_answer,
+    decode_answers,
     exact_match,
     generate_answer,
     loss,
     rouge_l,
+    score_and_begin_answer,
     score_fidelity,
     token_log_probs,
 )
@@ -156,10 +157,11 @@ def measure_prompt(
         engine = with_own_store(base, system=case.system, context=context)
         for variant in chunk_variants(map(as_chunk, prompt.chunks), context):
             engine.precompute(variant)
-        for each in chosen:
-            if each != FULL and each.context == context:
-                answer, seen = answer_and_score(engine, request, each, full)
-                records[each] = expected.record(engine, answer, seen, request.prompt)
+        compared = [each for each in chosen if each != FULL and each.context == context]
+        begun = [score_and_begin_answer(engine, request, each, full) for each in compared]
+        answers = decode_answers(engine, request, [answer for answer, _ in begun])
+        for each, answer, (_, scores) in zip(compared, answers, begun, strict=True):
+            records[each] = expected.record(engine, answer, scores, request.prompt)
     return records, request.prompt.num_tokens
 
 

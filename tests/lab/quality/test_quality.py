@@ -28,11 +28,7 @@ from ragblend.lab.quality.data import (
     get_dataset_split,
     read_cases,
 )
-from ragblend.lab.quality.measures import (
-    answer_and_score,
-    generate_answer,
-    loss,
-)
+from ragblend.lab.quality.measures import decode_answers, generate_answer, loss, score_and_begin_answer
 from ragblend.lab.quality.study import Configuration as Asked
 from ragblend.lab.quality.study import QualityRecord, run_label, run_quality, summarize, table_lines
 
@@ -151,14 +147,16 @@ def test_a_decoded_answer_is_what_the_engine_generates(engine):
             stored.precompute(chunk)
         request = stored.request(prompt, mode="full", max_tokens=16)
         full = generate_answer(stored, request, Asked("full", "none", 1.0))
-        for each in (Asked("reuse", "none", 0.0), Asked("blend", "cacheblend", 0.15)):
+        compared = (Asked("reuse", "none", 0.0), Asked("blend", "cacheblend", 0.15))
+        begun = [score_and_begin_answer(stored, request, each, full) for each in compared]
+        together = decode_answers(stored, request, [answer for answer, _ in begun])
+        for each, found, (_, scores) in zip(compared, together, begun, strict=True):
             plain = generate_answer(stored, request, each)
             rule = "auto" if each.rule == "none" else each.rule
             made = stored.generate(prompt, mode=each.mode, rule=rule, recompute_ratio=each.ratio, max_tokens=16)
             assert (plain.text, plain.ended) == (made.text, made.finish_reason == "stop")
-            found, seen = answer_and_score(stored, request, each, full)
             assert (found.text, found.token_ids) == (plain.text, plain.token_ids)
-            torch.testing.assert_close(seen[0], plain.log_probs, atol=1e-4, rtol=0)
+            torch.testing.assert_close(scores[0], plain.log_probs, atol=1e-4, rtol=0)
 
 
 def record(**changes: float) -> QualityRecord:
