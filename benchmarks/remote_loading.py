@@ -60,7 +60,7 @@ def open_server(name: str, home: Path) -> Iterator[tuple[int, str]]:
     server.start()
     try:
         _create_bucket(port)
-        yield port, "s3://kv/tier"
+        yield port, "s3://ragblend/tier"
     finally:
         server.kill()
 
@@ -68,7 +68,7 @@ def open_server(name: str, home: Path) -> Iterator[tuple[int, str]]:
 def _create_bucket(port: int) -> None:
     for _ in range(1000):
         try:
-            httpx.put(f"http://127.0.0.1:{port}/kv").raise_for_status()
+            httpx.put(f"http://127.0.0.1:{port}/ragblend").raise_for_status()
             return
         except httpx.TransportError:
             sleep(0.1)

@@ -22,9 +22,12 @@ class ReadSpeed:
 
     Reads that run at the same time share the line to the tier, so the speed is that of all of them together: their
     bytes divided by the seconds in which at least one ran.
+
+    `range_bytes`: bytes of an entry that the tier reads at once, at least, before any of its layers can be used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, range_bytes: float = 0.0) -> None:
+        self.range_bytes = range_bytes
         self._rates = deque[float](maxlen=READS_KEPT)
         self._latencies = deque[float](maxlen=READS_KEPT)
         self._num_running = 0

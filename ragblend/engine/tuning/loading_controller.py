@@ -237,12 +237,13 @@ def exposed_load_s(load_s: float, num_layers: int) -> float:
 class TierSpeed(NamedTuple):
     """How fast a request's chunks are read from a tier: bytes per second of all of them, and seconds until the first.
 
-    `overlaps`: layers are computed while later ones are read. False: chunks are read whole before anything is computed.
+    `range_bytes`: bytes of a chunk that are read before any of its layers can be used; the rest is read while layers
+    are computed. Infinite: chunks are read whole before anything is computed.
     """
 
     bytes_per_s: float
     latency_s: float = 0.0
-    overlaps: bool = True
+    range_bytes: float = 0.0
 
 
 def tier_speeds(profile: MachineProfile, measured: Mapping[str, ReadSpeed]) -> dict[str, TierSpeed]:
@@ -254,6 +255,8 @@ def tier_speeds(profile: MachineProfile, measured: Mapping[str, ReadSpeed]) -> d
     for name, reads in measured.items():
         if (bytes_per_s := reads.bytes_per_s) is not None and (name not in speeds or reads.num_reads >= LEAST_READS):
             speeds[name] = TierSpeed(bytes_per_s, reads.latency_s)
+        if name in speeds:
+            speeds[name] = speeds[name]._replace(range_bytes=reads.range_bytes)
     return speeds
 
 
@@ -358,10 +361,9 @@ def _fastest(
         for chunk in (chunks[at] for at in used if chunks[at].tier in speeds):
             speed = speeds[chunk.tier]
             first_s = max(first_s, speed.latency_s)
-            if speed.overlaps:
-                load_s += chunk.nbytes / speed.bytes_per_s
-            else:
-                before_s += chunk.nbytes / speed.bytes_per_s
+            num_first = min(chunk.nbytes, speed.range_bytes)
+            before_s += num_first / speed.bytes_per_s
+            load_s += (chunk.nbytes - num_first) / speed.bytes_per_s
         num_stored, ratio = num_resident + sum(chunks[at].num_tokens for at in used), rule.r_star
         share = min(1.0, num_stored / max(1, num_tokens))
         if raises_ratio and share:

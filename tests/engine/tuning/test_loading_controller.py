@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -154,7 +155,8 @@ def prompts(draw: st.DrawFn) -> tuple[int, list[LoadableChunk], dict[str, TierSp
     """Number of tokens, up to 5 chunks of equal length on several tiers, and the tiers' speeds."""
     count, tokens, nbytes = draw(st.integers(1, 5)), draw(st.integers(1, 2000)), draw(st.integers(1, 10**9))
     tiers = draw(st.lists(st.sampled_from(["memory", "disk", "remote"]), min_size=count, max_size=count))
-    tier_speed = st.builds(TierSpeed, speeds, st.floats(0, 1), st.booleans())
+    first_bytes = st.sampled_from([0.0, math.inf]) | st.floats(0, 1e9)
+    tier_speed = st.builds(TierSpeed, speeds, st.floats(0, 1), first_bytes)
     fresh = draw(st.integers(1, 2000))
     chunks = [LoadableChunk(tier, tokens, nbytes) for tier in tiers]
     return count * tokens + fresh, chunks, {"disk": draw(tier_speed), "remote": draw(tier_speed)}
@@ -167,15 +169,15 @@ def predicted_s(
     chunks: Iterable[LoadableChunk],
     by: dict[str, TierSpeed],
 ) -> float:
-    """The seconds of a prompt of which these chunks are loaded: first bytes, whole reads, then the pipeline."""
+    """The seconds of a prompt of which these chunks are loaded: first bytes, first ranges, then the pipeline."""
     known = [(chunk, by[chunk.tier]) for chunk in chunks if chunk.tier in by]
     first_s = max((speed.latency_s for _, speed in known), default=0.0)
-    whole_s = sum(chunk.nbytes / speed.bytes_per_s for chunk, speed in known if not speed.overlaps)
-    load_s = sum(chunk.nbytes / speed.bytes_per_s for chunk, speed in known if speed.overlaps)
+    before_s = sum(min(chunk.nbytes, speed.range_bytes) / speed.bytes_per_s for chunk, speed in known)
+    load_s = sum(max(0, chunk.nbytes - speed.range_bytes) / speed.bytes_per_s for chunk, speed in known)
     num_stored = sum(chunk.num_tokens for chunk in chunks)
     shares = profile.shares if rule.probes_before_selection else profile.no_probe_shares
     compute_s = profile.prompt_compute_s(rule.r_star, num_tokens, num_stored, shares)
-    return first_s + whole_s + profile.blend_s(load_s, compute_s, rule.probes_before_selection)
+    return first_s + before_s + profile.blend_s(load_s, compute_s, rule.probes_before_selection)
 
 
 @settings(max_examples=2000)
@@ -299,14 +301,15 @@ def test_what_is_in_memory_or_was_never_measured_counts_as_there():
 
 
 def test_measured_reads_replace_the_profile_once_there_are_some():
-    reads = ReadSpeed()
-    assert tier_speeds(machine(), {"disk": reads, "remote": reads}) == {"disk": TierSpeed(10e6)}
+    reads = ReadSpeed(range_bytes=8e6)
+    by_profile = TierSpeed(10e6, range_bytes=8e6)
+    assert tier_speeds(machine(), {"disk": reads, "remote": reads}) == {"disk": by_profile}
     for count in range(1, LEAST_READS + 1):
         reads.record(5_000_000, 1.0)
         reads.record_latency(0.25)
         found = tier_speeds(machine(), {"disk": reads, "remote": reads})
-        assert found["remote"] == TierSpeed(5e6, 0.25)
-        assert found["disk"] == (found["remote"] if count == LEAST_READS else TierSpeed(10e6))
+        assert found["remote"] == TierSpeed(5e6, 0.25, 8e6)
+        assert found["disk"] == (found["remote"] if count == LEAST_READS else by_profile)
 
 
 def test_only_the_chunks_that_are_worth_it_are_loaded():
@@ -330,6 +333,19 @@ def test_a_probe_that_waits_for_loading_gives_way_to_a_rule_without():
     assert (slow.rule, slow.ratio) == ("checks", pytest.approx(0.45))
     assert decide_reuse(machine(), rules, 1000, 0, chunks, {"disk": TierSpeed(200e6)}).rule == "asks"
     assert decide_reuse(machine(), rules[:1], 1000, 0, chunks, {"disk": TierSpeed(4e6)}).rule == "asks"
+
+
+def test_what_is_read_before_the_first_layer_hides_behind_nothing():
+    """500 of 1,000 tokens load in 0.4 s; the other half and 15 % of them are computed in 0.575 s."""
+    chunks = [LoadableChunk("remote", 500, 500_000)]
+    totals = [
+        decide_reuse(machine(), [RuleChoice("any", R_STAR)], 1000, 0, chunks, {"remote": TierSpeed(1.25e6, 0.0, first)})
+        for first in (0.0, 250_000.0, 8e6)
+    ]
+    layers = machine().num_layers
+    expected = [pipelined_s(0.4, 0.575, layers), 0.2 + pipelined_s(0.2, 0.575, layers), 0.975]
+    assert [each.total_s for each in totals[:2]] == pytest.approx(expected[:2])
+    assert totals[2].fallback_reason  # 0.975 of 1.0 s saves too little
 
 
 def test_fresh_tokens_hide_loading_too_so_less_is_left_to_recompute():

@@ -33,6 +33,7 @@ from ragblend.engine.store.format.chunk_file import (
 )
 from ragblend.engine.store.format.kv import ChunkKV, KVSpec, MemoryKV, load_into_memory
 from ragblend.engine.store.format.signing import KeyChoice, resolve_key
+from ragblend.engine.store.read_speed import ReadSpeed
 from ragblend.engine.store.remote.breaker import CircuitBreaker, State
 from ragblend.engine.store.remote.fetch import RemoteFetch
 from ragblend.engine.store.write_queue import WriteQueue
@@ -94,6 +95,7 @@ class RemoteStore(KVStore):
     ) -> None:
         super().__init__()
         self.values = values
+        self.read_speed = ReadSpeed(values.min_range_bytes)
         self.store_key = resolve_key(store_key)
         self._requirements = ReadRequirements(self.store_key)
         self.breaker = breaker or CircuitBreaker()

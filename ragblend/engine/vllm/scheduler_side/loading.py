@@ -8,6 +8,7 @@ the contents of its memory tier (`MemoryTierTracker`). `LoadingController` passe
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -116,7 +117,7 @@ class LoadingController:
         assert self.machine is not None
         speeds = tier_speeds(self.machine, self._store.read_speeds if self._store is not None else {})
         if "remote" in speeds:
-            speeds["remote"] = speeds["remote"]._replace(overlaps=False)
+            speeds["remote"] = speeds["remote"]._replace(range_bytes=math.inf)
         rules = [
             RuleChoice(each.rule, each.recompute_ratio, find_rule(each.rule).probes_before_selection)
             for each in tunings
