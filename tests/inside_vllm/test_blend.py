@@ -148,11 +148,23 @@ def served(kind, family, store, checkpoint):
 def engine_of(kind: str, model: Path, store: Path, patch: pytest.MonkeyPatch, **options: Any) -> Any:
     """`harness.engine`, in which all rows attend as `kind` says that can."""
     if "kernels" in kind:
-        pytest.importorskip("triton")
-        patch.setattr(attention, "KERNEL_DEVICES", {"cpu"})
+        use_kernels(patch)
     if "together" in kind:
         patch.setattr(vllm_layers.VllmLayers, "attends_scattered_rows_together", True)
     return engine(model, store, **options)
+
+
+def use_kernels(patch: pytest.MonkeyPatch) -> None:
+    """Blend by Triton's kernels, interpreted, in larger tiles than a GPU's, which test_kernels_vllm.py has.
+
+    The interpreter takes as long for a small tile as for a large one.
+    """
+    pytest.importorskip("triton")
+    from ragblend.engine.fusion import kernels
+
+    patch.setattr(attention, "KERNEL_DEVICES", {"cpu"})
+    patch.setattr(kernels, "PLACED_TOKENS", 256)
+    patch.setattr(kernels, "_attention_tile", lambda dim, num_pairs: (min(256, kernels._padded(num_pairs)), 256))
 
 
 @contextmanager
