@@ -64,7 +64,7 @@ def test_measuring_finds_times_that_grow_and_leaves_nothing_behind(tmp_path):
         found = measure_machine(engine, EFFORT, directory=tmp_path / "kv", remote=remote)
         remote.close()
         prefix = len(engine.default_prefix_ids)
-        assert [tokens for tokens, _ in found.prefill_s] == [prefix + 40 * count + 32 for count in (1, 2, 3)]
+        assert [tokens for tokens, _ in found.prefill_s] == [prefix + 1 + 40 * count + 32 for count in (1, 2, 3)]
         assert [ratio for ratio, _ in found.shares] == [0.0, 0.5, 1.0]
         assert 0 < found.shares[0][1] <= found.shares[2][1] < 5
         assert set(found.bytes_per_s) == {"disk", "remote"}

@@ -56,24 +56,44 @@ def speed() -> Iterator[tuple[str, str]]:
 
 
 def closeness() -> Iterator[tuple[str, str]]:
-    """Yield pages and rows of the closeness to full prefill, and of the answers."""
-    musique, nq = quality("quality-musique"), quality("quality-nq-200")
+    """Yield pages and rows of SmolLM2's closeness to full prefill, and of its answers."""
+    nq = quality("quality-nq-200")
     nq |= {key: run for key, run in quality("quality-nq-200-cacheblend").items() if key[0] == "cacheblend"}
-    cells = {
-        ("none", 1.0): ("full prefill", "everything", "not used", "0"),
-        ("none", 0.0): ("full reuse", "nothing", "computed alone"),
-        ("cacheblend", 0.15): ("CacheBlend's rule", "15 % of the reused tokens", "computed alone"),
-        ("ask", 0.05): ("ragblend", "5 % of the reused tokens", "computed alone"),
-    }
-    for key, names in cells.items():
-        kl = () if key == ("none", 1.0) else (f"{musique[key]['first_token_kl']:.3f}"[1:],)
-        yield "README.md", row(*names, *kl, interval(nq[key], "token_f1", 3).replace("0.", "."))
     for key, run in nq.items():
         kl = "0" if key == ("none", 1.0) else interval(run, "first_token_kl", 3)
         contains = f"{run['contains_answer']:.3f}"
-        name = f"`{key[0]}` {100 * key[1]:.0f} %" if key[0] != "none" else cells[key][0]
+        modes = {1.0: "full prefill", 0.0: "full reuse"}
+        name = f"`{key[0]}` {100 * key[1]:.0f} %" if key[0] != "none" else modes[key[1]]
         loss = interval(run, "gold_loss", 2)
         yield "benchmarks/RESULTS.md", row(name, interval(run, "token_f1", 3), contains, loss, kl)
+
+
+def study() -> Iterator[tuple[str, str]]:
+    """Yield pages and rows of the 1.5 B model: its closeness to full prefill, its answers and its time."""
+    runs = {}
+    for run in result("quality-1-5b")["runs"]:
+        runs[run["kind"], run["rule"], run["ratio"], run["context"]] = run
+    rows = {
+        ("none", 1.0, "none"): ("full prefill", "everything", "not used"),
+        ("none", 0.0, "none"): ("full reuse", "nothing", "computed alone"),
+        ("cacheblend", 0.15, "none"): ("CacheBlend's rule", "15 %", "computed alone"),
+        ("ask", 0.05, "neutral"): ("ragblend at 5 %", "5 %", "after a neutral text"),
+        ("ask", 0.3, "neutral"): ("ragblend", "30 %, measured", "after a neutral text"),
+    }
+    for key, names in rows.items():
+        musique, nq = (runs[(task, *key)] for task in ("musique", "nq"))
+        kl = [f"{each['first_token_kl']:.3f}" if key[1] < 1 else "0" for each in (musique, nq)]
+        f1 = [f"{each['token_f1']:.2f}" for each in (musique, nq)]
+        yield "README.md", row(*names, *kl, *f1, f"{musique['ttft_s']:.1f} s")
+    for rule, ratio, context in dict.fromkeys(key[1:] for key in runs):
+        modes = {1.0: "full prefill", 0.0: "full reuse"}
+        name = f"`{rule}` {100 * ratio:.0f} %" if rule != "none" else modes[ratio]
+        cells = []
+        for task in ("musique", "nq"):
+            run = runs[task, rule, ratio, context]
+            kl = ("0", "0") if ratio == 1 else (interval(run, "first_token_kl", 3), f"{run['answer_kl']:.3f}")
+            cells += [*kl, interval(run, "token_f1", 2)]
+        yield "benchmarks/RESULTS.md", row(name, context if ratio < 1 else "-", *cells)
 
 
 def loading() -> Iterator[tuple[str, str]]:
@@ -88,6 +108,6 @@ def loading() -> Iterator[tuple[str, str]]:
         yield page, row(name, *(f"{run['over_memory']:.2f}" for run in runs if run["pipeline"] is has_pipeline))
 
 
-@pytest.mark.parametrize(("page", "expected"), [*speed(), *closeness(), *loading()])
+@pytest.mark.parametrize(("page", "expected"), [*speed(), *closeness(), *study(), *loading()])
 def test_the_row_of_a_table_has_the_figures_of_the_result(page, expected):
     assert expected in (ROOT / page).read_text(encoding="utf-8").replace("*", "")

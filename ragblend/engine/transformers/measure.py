@@ -102,12 +102,16 @@ class _TimedEngine:
 def random_prompts(
     counts: Sequence[int], chunk_tokens: int, vocab_size: int, prefix: Ids
 ) -> tuple[list[Ids], list[MatchedPrompt]]:
-    """Return chunks of random ids, and for each number in `counts` a prompt of that many of them; ascending."""
+    """Return chunks of random ids, and for each number in `counts` a prompt of that many of them; ascending.
+
+    A token is between `prefix` and the first chunk. Otherwise the KV of that chunk would be exact, and a blend would
+    recompute nothing of it.
+    """
     chunks = [random_ids(chunk_tokens, vocab_size, number + 1) for number in range(counts[-1])]
     question = random_ids(QUESTION_TOKENS, vocab_size)
     prompts = []
     for count in counts:
-        ids, runs = [*prefix], list[ChunkRun]()
+        ids, runs = [*prefix, *question[:1]], list[ChunkRun]()
         for chunk in chunks[:count]:
             runs.append(ChunkRun(chunk, 0, len(ids), len(ids) + len(chunk)))
             ids += chunk

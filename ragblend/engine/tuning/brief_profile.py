@@ -149,7 +149,8 @@ def _measure_blends(
         return shortest_s(partial(model.blend_s, count, rule.name, rule.ratio))
 
     short_s = blend_s(shortest, preferred)
-    if not has_time(4 * short_s):  # for the three that follow
+    # One length does not show which part of the time grows with the prompt.
+    if shortest == longest or not has_time(4 * short_s):  # for the three that follow
         return short_s, LINEAR, LINEAR
     long_s, other_s = blend_s(longest, preferred), blend_s(longest, other)
     whole_s = model.blend_s(longest, other.name, 1.0)
@@ -157,8 +158,10 @@ def _measure_blends(
     if (more_s := full_s[longest] - full_s[shortest]) > 0:
         overhead_s = min(long_s, max(0.0, short_s - max(0.0, long_s - short_s) / more_s * full_s[shortest]))
 
+    stored = longest * CHUNK_TOKENS / model.num_tokens(longest)  # the share of the tokens that a blend need not compute
+
     def share(taken_s: float) -> float:
-        return max(0.0, taken_s - overhead_s) / full_s[longest]
+        return max(0.0, taken_s - overhead_s) / (stored * full_s[longest])
 
     end = (1.0, share(whole_s))
     return overhead_s, ((preferred.ratio, share(long_s)), end), ((other.ratio, share(other_s)), end)

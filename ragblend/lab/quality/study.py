@@ -261,6 +261,8 @@ def _run(configuration: Configuration, kind: str, tables: Mapping[Configuration,
                 run[f"{name}_over_base"] = _difference(table[name], base[name])
             if equal:
                 run[f"{name}_over_equal"] = {rule: _difference(table[name], each[name]) for rule, each in equal.items()}
+    if FULL in tables and configuration != FULL:
+        run["token_f1_over_full"] = _difference(table["token_f1"], tables[FULL]["token_f1"])
     for name, sign in RECOVERED.items():
         run[f"recovered_{name}"] = None
         if FULL in tables and reuse is not None:

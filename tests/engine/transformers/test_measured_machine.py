@@ -132,3 +132,19 @@ def test_the_demo_is_measured_only_if_asked_for(tmp_path, monkeypatch):
     assert profiles_itself(True, is_demo=True)
     with load_engine("demo", tmp_path) as engine:
         assert engine.measure_machine is None
+
+
+def test_a_blend_that_is_timed_recomputes_tokens(measured, monkeypatch):
+    """Of a chunk directly after the prefix, whose KV is exact, it would recompute none, and seem to take no time."""
+    prefill, counts = type(measured).prefill, list[int]()
+
+    def recording(engine, request):
+        done = prefill(engine, request)
+        if request.mode == "blend":
+            counts.append(done.report.num_recomputed_tokens)
+        return done
+
+    monkeypatch.setattr(type(measured), "prefill", recording)
+    measure_engine(measured)
+    assert counts
+    assert min(counts) > 0

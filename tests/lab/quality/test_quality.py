@@ -163,6 +163,14 @@ def record(**changes: float) -> QualityRecord:
     return QualityRecord(**{**dict.fromkeys(QualityRecord._fields, 0.5), **changes})
 
 
+def test_answers_are_compared_with_full_prefill_question_by_question():
+    records = {
+        Asked("full", "none", 1.0): [record(token_f1=1.0), record(token_f1=0.25)],
+        Asked("blend", "ask", 0.05): [record(), record()],
+    }
+    assert [run.get("token_f1_over_full", [None])[0] for run in summarize(records, ["", ""])] == [None, -0.125]
+
+
 def test_unknown_values_are_omitted_and_only_an_existing_gap_is_recovered():
     full, reuse = Asked("full", "none", 1.0), Asked("reuse", "none", 0.0)
     blend, other = Asked("blend", "cacheblend", 0.15), Asked("blend", "random", 0.15)
