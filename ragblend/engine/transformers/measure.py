@@ -104,8 +104,8 @@ def random_prompts(
 ) -> tuple[list[Ids], list[MatchedPrompt]]:
     """Return chunks of random ids, and for each number in `counts` a prompt of that many of them; ascending.
 
-    A token is between `prefix` and the first chunk. Otherwise the KV of that chunk would be exact, and a blend would not
-    recompute its tokens.
+    A token is between `prefix` and the first chunk. Otherwise the KV of that chunk would be exact, and a blend would
+    not recompute its tokens.
     """
     chunks = [random_ids(chunk_tokens, vocab_size, number + 1) for number in range(counts[-1])]
     question = random_ids(QUESTION_TOKENS, vocab_size)
