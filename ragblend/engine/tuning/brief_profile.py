@@ -82,7 +82,7 @@ def measure_briefly(
     """Return the profile of `model` on this machine, measured within `seconds`.
 
     `spec`, `kv_dtype`: of the model's KV, and of stored KV. `disk_dir`: the folder of the entries, whose disk is read;
-    None without one. For a model that is too slow to be blended in this time, the paper's assumption takes the place of
+    None without one. If fewer than two lengths can be blended in this time, the paper's assumption takes the place of
     measured shares; only one pass of few rows always runs. Returns None for a model whose context is too short.
     """
     end_s = perf_counter() + _PLANNED_SHARE * seconds
@@ -158,10 +158,8 @@ def _measure_blends(
     if (more_s := full_s[longest] - full_s[shortest]) > 0:
         overhead_s = min(long_s, max(0.0, short_s - max(0.0, long_s - short_s) / more_s * full_s[shortest]))
 
-    stored = longest * CHUNK_TOKENS / model.num_tokens(longest)  # the share of the tokens that a blend need not compute
-
     def share(taken_s: float) -> float:
-        return max(0.0, taken_s - overhead_s) / (stored * full_s[longest])
+        return max(0.0, taken_s - overhead_s) / full_s[longest]
 
     end = (1.0, share(whole_s))
     return overhead_s, ((preferred.ratio, share(long_s)), end), ((other.ratio, share(other_s)), end)

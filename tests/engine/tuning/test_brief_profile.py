@@ -118,6 +118,15 @@ def test_a_model_too_slow_to_blend_gets_the_papers_assumption():
     assert found.prefill_s == ((32, pytest.approx(0.32)),)
 
 
+def test_blends_of_one_length_get_the_papers_assumption():
+    """Prefill takes 1 ms a token: only one prompt with chunks, of 160 tokens, can be blended in 3 seconds."""
+    model = FormulaModel(0.0, 0.001, 0.05, 0.1)
+    found = measure(model)
+    assert [tokens for tokens, _ in found.prefill_s] == [32, 160]
+    assert (found.shares, found.no_probe_shares) == (LINEAR, LINEAR)
+    assert found.overhead_s == pytest.approx(model.blended_s(160))
+
+
 def test_a_context_without_room_for_a_question_is_not_measured():
     model = FormulaModel(0.001, 1e-5, 0.001, 0.1, longest_tokens=16)
     assert measure_briefly(model, fingerprint="f", hardware={}, spec=SPEC, kv_dtype="auto") is None
