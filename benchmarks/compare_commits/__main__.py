@@ -1,0 +1,172 @@
+"""This tree beside an earlier commit, for a change of form: equal results, and times side by side.
+
+    make real-model
+    python -m benchmarks.compare_commits requests --base COMMIT --model models/smollm2
+    python -m benchmarks.compare_commits times --base COMMIT
+    python -m benchmarks.compare_commits documents --base COMMIT --count 100000
+
+The commit is checked out beside this tree, and both run in the same environment. `requests`: 48 requests, whose first
+logits and whole KV are compared byte for byte. `times`: `ragblend bench ttft` and `benchmarks.ingest`, in turns.
+`documents`: the steps of `benchmarks.many_documents` in turns, over two stores of as many documents. Each command runs
+with the classes of its tree, so the commit must be recent enough to have them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import IO, Annotated, Any
+
+import typer
+
+from benchmarks.results import ModelOption, OutOption, write_result
+from ragblend.cli.printing import print_notice
+from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.quality.data import load_cases
+
+ROOT = Path(__file__).parents[2]
+TTFT = "ragblend bench ttft --shape llama-50m --threads 1 --modes full,prefix,reuse,blend"
+RULES = "--rules ask,cacheblend --ratio 0.05 --json"
+INGEST = "benchmarks.ingest --shape llama-50m --contexts none,neutral --num-chunks 4 --json"
+NUM_PROMPTS, NUM_CHUNKS = 3, 4
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
+BaseOption = Annotated[str, typer.Option("--base", help="The earlier commit.")]
+TurnsOption = Annotated[int, typer.Option("--turns", min=1, help="Times that each tree is measured.")]
+
+
+@contextmanager
+def both_trees(base: str) -> Iterator[dict[str, Path]]:
+    """Yield the folders of the earlier commit ("base") and of this tree ("here")."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "base"
+        subprocess.run(["git", "worktree", "add", "--detach", str(tree), base], cwd=ROOT, check=True)
+        try:
+            yield {"base": tree, "here": ROOT}
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
+
+
+def start(tree: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start Python with the packages of `tree`. Its standard output is read by the caller."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    return subprocess.Popen(
+        [sys.executable, *arguments], cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, **options
+    )
+
+
+def run_json(tree: Path, *arguments: str) -> Any:
+    """Run Python with the packages of `tree`. Return the JSON that it prints. Raises SystemExit if it fails."""
+    with start(tree, *arguments) as process:
+        printed, _ = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{' '.join(arguments)} failed in {tree} with status {process.returncode}")
+    return json.loads(printed)
+
+
+@app.command("requests")
+def compare_requests(
+    base: BaseOption,
+    model: ModelOption = "models/smollm2",
+    data: Annotated[str, typer.Option("--data", help="Questions: musique, nq, or a file.")] = "musique",
+    out: OutOption = None,
+) -> None:
+    """Compare the logits and KV of 48 requests: four rules, four modes and ratios, three prompts."""
+    cases = load_cases(QualityConfig(data=data, part="all", num_questions=NUM_PROMPTS))
+    prompts = [
+        {"chunks": list(case.passages[:NUM_CHUNKS]), "question": case.question, "system": case.system} for case in cases
+    ]
+    model = str(Path(model).resolve()) if Path(model).is_dir() else model
+    with both_trees(base) as trees, tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(prompts, file)
+        file.flush()
+        program = str(Path(__file__).with_name("hash_requests.py"))
+        with ThreadPoolExecutor() as pool:  # nothing is timed
+            printed = pool.map(lambda tree: run_json(tree, program, model, file.name), trees.values())
+            digests = dict(zip(trees, printed, strict=True))
+    different = [request for request, digest in digests["here"].items() if digests["base"][request] != digest]
+    result = {"command": _command("requests", base), "num_requests": len(digests["here"]), "different": different}
+    write_result(result, out)
+    if different:
+        raise SystemExit(f"{len(different)} of {len(digests['here'])} requests differ from {base}")
+
+
+@app.command("times")
+def compare_times(base: BaseOption, turns: TurnsOption = 4, out: OutOption = None) -> None:
+    """Compare the medians of `bench ttft` and of `benchmarks.ingest`, in turns."""
+    times: dict[str, dict[str, list[float]]] = {"base": {}, "here": {}}
+    with both_trees(base) as trees:
+        for _ in range(turns):
+            for name, tree in trees.items():
+                for step, seconds in _measure_once(tree).items():
+                    times[name].setdefault(step, []).append(seconds)
+    write_result({"command": _command("times", base), **_compared(times)}, out)
+
+
+def _measure_once(tree: Path) -> dict[str, float]:
+    ttft = run_json(tree, "-m", *TTFT.split(), *RULES.split())
+    ingest = run_json(tree, "-m", *INGEST.split())
+    seconds = {f"{run['mode']} {run['rule']}": run["ttft_s"] for run in ttft["runs"]}
+    return seconds | {run["mode"]: run["seconds"] for run in ingest["runs"]}
+
+
+@app.command("documents")
+def compare_documents(
+    base: BaseOption,
+    count: Annotated[int, typer.Option("--count", min=1000, help="Documents in each store.")] = 100_000,
+    turns: TurnsOption = 4,
+    out: OutOption = None,
+) -> None:
+    """Compare the steps of `benchmarks.many_documents` in turns."""
+    times: dict[str, dict[str, list[float]]] = {"base": {}, "here": {}}
+    program = str(Path(__file__).with_name("time_documents.py"))
+    with both_trees(base) as trees, ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(start(tree, program, str(count), stdin=subprocess.PIPE))
+            for name, tree in trees.items()
+        }
+        for process in processes.values():
+            _read_line(process.stdout)  # its store is filled
+        for _ in range(turns):
+            for name, process in processes.items():
+                assert process.stdin is not None
+                process.stdin.write("measure\n")
+                process.stdin.flush()
+                for step, milliseconds in json.loads(_read_line(process.stdout)).items():
+                    times[name].setdefault(step, []).append(milliseconds)
+        for process in processes.values():
+            process.communicate()
+    write_result({"command": _command("documents", base), "num_documents": count, **_compared(times)}, out)
+
+
+def _command(name: str, base: str) -> str:
+    return f"python -m benchmarks.compare_commits {name} --base {base}"
+
+
+def _read_line(stream: IO[str] | None) -> str:
+    assert stream is not None
+    if line := stream.readline():
+        return line
+    raise SystemExit("a process ended before it was measured")
+
+
+def _compared(times: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any]:
+    """Return the medians of each step in both trees and their ratio, and print them."""
+    steps = {}
+    for step, here in times["here"].items():
+        medians = median(times["base"][step]), median(here)
+        steps[step] = {"base": medians[0], "here": medians[1], "ratio": medians[1] / medians[0]}
+        print_notice(f"{step:24}  {medians[0]:8.4g}  {medians[1]:8.4g}  {medians[1] / medians[0]:.3f}")
+    return {"turns": len(here), "steps": steps}
+
+
+if __name__ == "__main__":
+    app()
