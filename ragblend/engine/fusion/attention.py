@@ -203,6 +203,13 @@ def slice_positions(rows: Tensor, part: slice) -> Tensor:
     return sliced
 
 
+def concatenate_positions(parts: Sequence[Tensor]) -> Tensor:
+    """Return the positions of all parts, for which `positions_on_host` needs no copy, either."""
+    rows = torch.cat(list(parts))
+    _KNOWN_POSITIONS[rows] = tuple(position for part in parts for position in positions_on_host(part))
+    return rows
+
+
 class AttentionExtras(NamedTuple):
     """Sliding window, soft cap and sinks of a layer's attention (Gemma 2, gpt-oss). The scale is not part of it."""
 

@@ -55,8 +55,7 @@ class ChunkGroup:
 
     def copy_ahead(self, copier: HostToDeviceCopier, num_layers: int) -> None:
         """Let `read` take the layers, all of them in page-locked memory, from copies that are queued ahead of it."""
-        chunks = [each.kv for each in self.placements]
-        self._copies = LayerCopies(copier, lambda layer: [kv.stored_layer(layer) for kv in chunks], num_layers, DEPTH)
+        self._copies = LayerCopies(copier, [each.kv for each in self.placements], num_layers, DEPTH)
 
     def place_by_kernels(self, parts: Sequence[StoredLayer], target: PagedLayer, rotation: Rotation) -> None:
         """Place one layer of all chunks, given as stored on the device, by one launch of a kernel."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import positions_on_host
+from ragblend.engine.fusion.attention import concatenate_positions, positions_on_host
 from ragblend.engine.fusion.check_layers import CheckLayer, mean_ratio, schedule_check_layers
 from ragblend.engine.fusion.protocols import LayerwiseModel
 from ragblend.engine.fusion.rules import (
@@ -292,7 +292,7 @@ def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePla
             kept[layer] += count
     merged = replace(
         result,
-        recomputed=torch.cat([part.recomputed for _, part in fused]),
+        recomputed=concatenate_positions([part.recomputed for _, part in fused]),
         rows_per_layer=[sum(rows) for rows in zip(*(part.rows_per_layer for _, part in fused), strict=True)],
         fixed_cost=sum(part.fixed_cost for _, part in fused),
         probe_s=sum(part.probe_s for _, part in fused),
@@ -317,7 +317,7 @@ def record_fusion(
     `report.attention_*`: see `question_attention_shares`. `report.mean_deviation`: the mean relative deviation of the
     recomputed tokens, at the first check layer. Figures that the rule did not measure stay None.
     """
-    recomputed = sorted(fused.recomputed.tolist())
+    recomputed = sorted(positions_on_host(fused.recomputed))
     num_computed = 0  # chunk tokens without KV, which run through every layer
     placement_by_end = {placement.end: placement for placement in plan.placements}
     report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]
@@ -373,7 +373,8 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
     if plan.wants_logits:
         is_stored[-1] = False  # the last token is computed even where its KV is stored
     mass = fused.attention.double()
-    recomputed, candidates, everything = mass[fused.recomputed].sum(), mass[is_stored].sum(), mass.sum()
+    recomputed, candidates = mass[fused.recomputed].sum(), mass.where(is_stored, 0.0).sum()
+    everything = mass.sum()
     shares = torch.stack((everything - candidates, recomputed, candidates - recomputed)) / everything
     exact, replaced, stale = shares.tolist()
     return exact, replaced, stale

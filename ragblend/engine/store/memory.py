@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,8 @@ from ragblend.engine.store.format.kv import (
     MemoryKV,
     StoredLayer,
     aligned_nbytes,
+    copy_into,
     load_into_memory,
-    view_as,
 )
 from ragblend.engine.store.format.sizes import format_bytes
 from ragblend.errors import StoreFullError, UsageError
@@ -205,14 +206,11 @@ def _page_locked(layers: Sequence[StoredLayer]) -> tuple[StoredLayer, ...]:
     copies: list[StoredLayer] = []
     with torch.inference_mode(False):  # an inference tensor does not count in-place writes
         while len(copies) < len(layers):
-            left = sum(sizes[len(copies) :])
-            block = torch.empty(max(1 << left.bit_length() - 1, sizes[len(copies)]), dtype=torch.uint8, pin_memory=True)
-            while len(copies) < len(layers) and sizes[len(copies)] <= block.nbytes:
-                layer, tensors = layers[len(copies)], list[Tensor]()
-                for tensor in layer:
-                    tensors.append(view_as(block, tensor).copy_(tensor.detach()))
-                    block = block[aligned_nbytes(tensor) :]
-                copies.append(type(layer)(*tensors))
+            first = len(copies)
+            nbytes = max(1 << sum(sizes[first:]).bit_length() - 1, sizes[first])
+            ends = accumulate(sizes[first:])
+            fitting = [layer for layer, end in zip(layers[first:], ends, strict=True) if end <= nbytes]
+            copies += copy_into(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), fitting)
     return tuple(copies)
 
 

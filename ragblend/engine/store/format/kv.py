@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, Self
 
 import torch
@@ -257,6 +258,23 @@ def aligned_nbytes(tensor: Tensor) -> int:
     Tensors that share one block of memory begin at multiples of 256 bytes.
     """
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def copy_into(block: Tensor, layers: Sequence[StoredLayer]) -> list[StoredLayer]:
+    """Copy the layers into `block` [N] uint8, one after another. Return the copies. See `layer_view`."""
+    copies = []
+    for layer in layers:
+        copies.append(layer_view(block, layer))
+        for copy, tensor in zip(copies[-1], layer, strict=True):
+            copy.copy_(tensor.detach())
+        block = block[sum(map(aligned_nbytes, layer)) :]
+    return copies
+
+
+def layer_view(block: Tensor, like: StoredLayer) -> StoredLayer:
+    """Return a layer like `like` in the first bytes of `block` [N] uint8. Each tensor begins at a multiple of 256."""
+    starts = accumulate(map(aligned_nbytes, like), initial=0)
+    return type(like)(*(view_as(block[start:], tensor) for start, tensor in zip(starts, like, strict=False)))
 
 
 def view_as(block: Tensor, like: Tensor) -> Tensor:
