@@ -172,7 +172,7 @@ def precompute_chunks(
     any prefill, `notify` is called with the size of the new KV. Raises StoreFullError if the disk cannot hold it.
 
     - index: the index of the chunks; None for chunks that frameworks added.
-    - texts_of: the documents that get the chunks' texts (see `Ledger.add_documents`). None: `index` has them, or
+    - texts_of: the documents that get the chunks' texts (see `Ledger.add_texts`). None: `index` has them, or
       each is a document that only its text identifies.
     - ledger: the open ledger of the engine's store; None: it is opened.
     - prefill: computes and stores the KV; by default in this process.

@@ -48,6 +48,11 @@ class DocumentKey(NamedTuple):
     id: str = ""
     namespace: str = ""
 
+    @property
+    def name(self) -> str:
+        """The document's name in commands: COLLECTION/ID."""
+        return f"{self.collection}/{self.id}".rstrip("/")
+
     def parameters(self) -> dict[str, object]:
         """Return the parameters of a statement with the condition `equals_parameters(table, *DocumentKey._fields)`."""
         return {f"b_{name}": value for name, value in self._asdict().items()}

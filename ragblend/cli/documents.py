@@ -5,7 +5,7 @@ Parse the arguments, call one function, print."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from itertools import groupby
 from operator import itemgetter
@@ -176,6 +176,7 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
 
     Documents of the store's folder are found first, then those of a server. Loads no model.
     """
+    from ragblend.catalog.schema import text_id
     from ragblend.catalog.stored_documents import list_documents, open_store_ledgers
     from ragblend.engine.store.disk import DiskStore
     from ragblend.index import open_index
@@ -184,6 +185,7 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
         find_indexed_documents,
         find_stored_documents,
         find_text_documents,
+        find_unfinished_documents,
         remove_indexed_documents,
         remove_stored_documents,
     )
@@ -197,16 +199,17 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
             named = find_stored_documents(document, stored, settings.namespace)
         else:
             named = find_text_documents(text or "", stored, ledger, folder, settings.namespace)
+        begun = find_unfinished_documents(document or text_id(text or ""), ledger.find_pending_sources())
     if settings.is_served and not named:
         return _remove_from_server(document, text, settings)
     unfinished = list[str]()
     if named:
         settings = replace(settings, namespace=named[0].key.namespace)
-    elif document is None or not has_index:
-        return [], Removal(0, 0)
-    else:
-        with open_index(settings.store) as opened:
+    elif document is not None and has_index:
+        with open_index(settings.store) as opened, suppress(NotFoundError) if begun else nullcontext():
             unfinished = find_indexed_documents(document, opened, disk)
+    if not named and not unfinished:
+        return begun, Removal(0, _finish_deletions(settings) if begun else 0)
     with ExitStack() as stack:
         has_kv = settings.is_served or disk.models()
         engine = stack.enter_context(open_document_engine(settings)) if has_kv else None
@@ -217,8 +220,17 @@ def _remove_named(document: str | None, text: str | None, settings: Settings) ->
             )
         if index is not None and unfinished:
             return unfinished, remove_indexed_documents(unfinished, engine, index)
-        names = [each.index_source or f"{each.key.collection}/{each.key.id}".rstrip("/") for each in named]
+        names = [each.index_source or each.key.name for each in named]
         return names, remove_stored_documents(named, engine, index)
+
+
+def _finish_deletions(settings: Settings) -> int:
+    """Delete the entries whose deletion is recorded. Return their number."""
+    from ragblend.catalog.ledger import open_ledger
+    from ragblend.engine.deletions import run_deletions
+
+    with open_document_engine(settings) as engine, open_ledger(engine.store) as ledger:
+        return len(run_deletions(engine.store, ledger))
 
 
 def _remove_from_server(document: str | None, text: str | None, settings: Settings) -> tuple[list[str], Removal]:
@@ -238,8 +250,7 @@ def _remove_from_server(document: str | None, text: str | None, settings: Settin
         named, num_kv = find_stored_documents(document or text_id(text or ""), stored, settings.namespace), 0
         for collection, group in groupby(named, lambda each: each.key.collection):
             num_kv += client.remove_documents(collection, [each.key.id for each in group])
-    names = [f"{each.key.collection}/{each.key.id}" for each in named]
-    return names, Removal(sum(each.num_chunks for each in named), num_kv)
+    return [each.key.name for each in named], Removal(sum(each.num_chunks for each in named), num_kv)
 
 
 def _read_text(path: str) -> str:

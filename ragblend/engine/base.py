@@ -296,12 +296,11 @@ class LocalEngine(EngineBase, ABC):
         Later prompts still match a chunk whose `context` is "neutral", because its KV alone is kept. They do not match
         other forgotten chunks.
         """
-        named = as_chunk(chunk)
-        if named.context != "neutral":
-            self.known_chunks.remove(named.text)
-        key = self.key(chunk)
+        named, key = as_chunk(chunk), self.key(chunk)
         with open_ledger(self.store) as ledger:
-            schedule_deletions({key: ""}, self.store, ledger)
+            schedule_deletions({key: ""}, self.store, ledger)  # first: after a kill, the next deletion continues
+            if named.context != "neutral":
+                self.known_chunks.remove(named.text)
             return key in run_deletions(self.store, ledger)
 
     def _chunk_ids(self, chunk: Part) -> tuple[tuple[int, ...], ContextPolicy]:

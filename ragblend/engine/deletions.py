@@ -1,12 +1,13 @@
 """Records of stored entries in the catalogue, and the deletion of entries by these records.
 
 Each entry of a disk tier is recorded when it is stored, so that a removal finds the entries of a text without reading
-files. Every removal, replacement, collection of garbage and change of the context policy calls `schedule_deletions`
-with the keys of the entries that it leaves, and then `run_deletions`, which deletes the entries. Documents of an index
-are removed in an earlier transaction, which records the texts that they lost; other removals of documents remove the
-texts in the transaction that schedules. After a kill, or while a remote tier does not answer, the records stay, and the
-next run continues. Ingesting a text again cancels the deletion of its entries (`Ledger.cancel_deletions`). Depends on a
-store and its ledger, not on models or texts.
+files. Every removal, replacement, `gc --orphans` and change of the context policy calls `schedule_deletions` with the
+keys of the entries that it leaves, and then, on the same thread, `run_deletions`, which deletes the entries. Documents
+of an index are removed in an earlier transaction, which records the texts that they lost; other removals of documents
+remove the texts in the transaction that schedules. After a kill, or while a remote tier does not answer, the records
+stay, and the next call that adds or removes documents continues; nothing retries by itself. Ingesting a text again
+cancels the deletion of its entries (`Ledger.cancel_deletions`). Depends on a store and its ledger, not on models or
+texts.
 """
 
 from __future__ import annotations

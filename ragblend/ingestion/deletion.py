@@ -90,10 +90,11 @@ def delete_stale_kv(chunks: Collection[Chunk], engine: Engine, ledger: Ledger) -
     removed = set(ledger.find_unowned_texts((chunk.text for chunk in chunks), engine.namespace))
     if not removed:
         return 0
-    for text in removed:
-        ledger.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
     stale = {engine.key(chunk): "" for chunk in chunks if chunk.text in removed}
-    schedule_deletions(stale, engine.store, ledger)
+    with ledger.write_transaction():
+        for text in removed:
+            ledger.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
+        schedule_deletions(stale, engine.store, ledger)
     return delete_or_warn(lambda: len(run_deletions(engine.store, ledger)))
 
 
@@ -145,7 +146,9 @@ def keep_only_texts(kept_texts: Mapping[DocumentKey, Collection[str]], engine: D
         # In one transaction, so that a text which another process adds at the same time is either kept or added again.
         with ledger.write_transaction():
             released = ledger.remove_texts({name: lost[name] for name in names}, engine.namespace)
-            schedule_deletions(dict.fromkeys(keys_to_delete(released, engine, ledger), ""), engine.store, ledger)
+            name_of = {text: document.name for document in names for text in lost[document]}
+            keys = keys_to_delete(released, engine, ledger)
+            schedule_deletions({key: name_of.get(text, "") for key, text in keys.items()}, engine.store, ledger)
     # A call that adds documents does not wait for a tier that is known not to answer.
     is_removal = bool(kept_texts) and not any(kept_texts.values())
     is_due = bool(losing) or is_removal or all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore))

@@ -77,6 +77,15 @@ def find_indexed_documents(name: str, index: ChunkIndex, store: KVStore | None =
     return list(dict.fromkeys(sources))
 
 
+def find_unfinished_documents(name: str, sources: Iterable[str]) -> list[str]:
+    """Return those of `sources` that `name` names by id, COLLECTION/ID or collection: removed documents of frameworks
+    whose KV is not completely deleted.
+
+    sources: of recorded deletions, see `Ledger.find_pending_sources`.
+    """
+    return sorted(each for each in sources if f"/{each}".endswith(f"/{name}") or each.startswith(f"{name}/"))
+
+
 def find_stored_documents(name: str, documents: Sequence[StoredDocument], namespace: str) -> list[StoredDocument]:
     """Return those of `documents` that `name` names: an id, COLLECTION/ID, a collection, a source, or a folder.
 

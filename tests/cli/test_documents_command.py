@@ -12,6 +12,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from llama_index.core import Document as LlamaDocument
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.node_parser import SentenceSplitter
+from servers import RedisServer
 
 from ragblend import ingest, load_engine
 from ragblend.catalog.ledger import open_ledger
@@ -190,3 +191,27 @@ def test_documents_of_an_index_in_another_folder_are_one_in_the_listing(run, for
     assert run.facts("gc", "--orphans", *PLACE)["evicted"] == []
     assert run.facts("remove", found["collection"], *PLACE)["num_kv"] == 1
     assert run.facts("documents", *PLACE)["documents"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["b", "rocks/b", "rocks"])
+def test_the_same_removal_completes_what_redis_did_not_answer(name, run, tmp_path):
+    server = RedisServer(tmp_path)
+    server.start()
+    place = (*PLACE, "--remote", server.url)
+    try:
+        with load_engine("demo", "s", remote=server.url) as engine:
+            precompute_documents(BOTH[:1], engine, collection="rocks")
+            engine.store.flush()
+        server.kill()
+        assert run("remove", name, *place)[0] == 5
+        with open_ledger(DiskStore("s")) as ledger:
+            assert ledger.find_pending_sources() == {"rocks/b"}
+        assert run("remove", "other", *place)[0] == 3
+        server.start()
+        assert run.facts("remove", name, *place)["sources"] == ["rocks/b"]
+        with open_ledger(DiskStore("s")) as ledger:
+            assert ledger.find_pending_sources() == set()
+        assert run("remove", name, *place)[0] == 3
+    finally:
+        server.kill()
