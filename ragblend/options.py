@@ -260,7 +260,7 @@ class LoadOptions(TierOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionOptions:
-    """Options of mode "blend" for rules that measure deviations: `cacheblend` and its variants. Validated.
+    """Options of mode "blend", validated. All but `blend_min_tokens` need a `cacheblend` rule: it measures deviations.
 
     `check_layers`: layers, ascending, at which the rule measures how far stored KV is from fresh KV, and keeps some of
     the tokens that the check layer before kept. None: the rule's. `recompute_ratios`: share of the chunk tokens that
