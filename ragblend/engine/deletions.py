@@ -5,7 +5,7 @@ files. Every removal, replacement, `gc --orphans` and change of the context poli
 keys of the entries that it leaves, and then, on the same thread, `run_deletions`, which deletes the entries. Documents
 of an index are removed in an earlier transaction, which records the texts that they lost; other removals of documents
 remove the texts in the transaction that schedules. After a kill, or while a remote tier does not answer, the records
-stay, and the next call that adds or removes documents continues; nothing retries by itself. Ingesting a text again
+stay, and the next call that adds or removes documents continues; no thread retries. Ingesting a text again
 cancels the deletion of its entries (`Ledger.cancel_deletions`). Depends on a store and its ledger, not on models or
 texts.
 """
