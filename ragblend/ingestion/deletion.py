@@ -90,10 +90,11 @@ def delete_stale_kv(chunks: Collection[Chunk], engine: Engine, ledger: Ledger) -
     removed = set(ledger.find_unowned_texts((chunk.text for chunk in chunks), engine.namespace))
     if not removed:
         return 0
-    stale = {engine.key(chunk): "" for chunk in chunks if chunk.text in removed}
     with ledger.write_transaction():
+        removed = set(ledger.find_unowned_texts(removed, engine.namespace))  # without those that were added again
         for text in removed:
             ledger.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
+        stale = {engine.key(chunk): "" for chunk in chunks if chunk.text in removed}
         schedule_deletions(stale, engine.store, ledger)
     return delete_or_warn(lambda: len(run_deletions(engine.store, ledger)))
 

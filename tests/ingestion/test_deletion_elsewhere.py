@@ -10,12 +10,13 @@ import pytest
 from servers import wait_until
 
 from ragblend import load_engine
-from ragblend.catalog.ledger import open_ledger
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.engine.deletions import schedule_deletions
 from ragblend.engine.store import tombstones
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.kv import load_into_memory
 from ragblend.errors import BackendUnreachableError
+from ragblend.ingestion.deletion import delete_stale_kv
 from ragblend.ingestion.documents import delete_precomputed
 from ragblend.operations.maintenance import verify_and_quarantine
 from ragblend.precompute import precompute_documents
@@ -168,3 +169,24 @@ def test_a_text_added_before_its_tombstone_is_read_is_prefilled_again(program):
     store(two, again=TEXTS["a"])
     two.store.apply_deletions()
     assert on_disk(two) == {"a", "b", "c"}
+
+
+def test_a_text_added_again_stays_while_its_stale_kv_is_deleted(program, monkeypatch):
+    one, other = program("one"), program("one")
+    store(one, **TEXTS)
+    delete_precomputed(["a"], other)
+    original, added = Ledger.find_unowned_texts, list[str]()
+
+    def added_in_the_meantime(ledger, texts, namespace):
+        unowned = original(ledger, texts, namespace)
+        if unowned and not added:
+            added.extend(unowned)
+            store(other, again=TEXTS["a"])
+        return unowned
+
+    monkeypatch.setattr(Ledger, "find_unowned_texts", added_in_the_meantime)
+    with open_ledger(one.store) as ledger:
+        assert delete_stale_kv([Chunk(TEXTS["a"])], one, ledger) == 0
+    assert added == [TEXTS["a"]]
+    assert TEXTS["a"] in other.known_chunks
+    assert on_disk(one) == {"a", "b", "c"}
