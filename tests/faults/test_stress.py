@@ -252,9 +252,10 @@ def _round(
     texts = {text for each in documents.values() for text in each}
     wait_until(lambda: _counts(servers[0]).get("num_waiting", 0) == 0, CALM_S, "all documents are stored")
     found = _counts(servers[0])
-    assert (found.get("num_stored", 0), found.get("num_failed", 0)) == (len(documents), 0)
+    assert (found.get("num_stored", 0), found.get("num_failed", 0)) == (len(documents), 0), found
     for server in servers:
-        wait_until(partial(_matches, server, texts), CALM_S, f"the server {server.name} matches what is left")
+        with _describing(server, texts):
+            wait_until(partial(_matches, server, texts), CALM_S, f"the server {server.name} matches what is left")
     ledger = Ledger(catalog)
     assert {*ledger.texts()} == texts
     expected = {key: kv for text in texts for key, kv in fresh[text].items()}
@@ -275,6 +276,16 @@ def _round(
                 assert_same(kv, expected[key])
     done = sum(client.num_done for client in clients)
     print(f"context {context}: {done} operations, {counts}; {len(documents)} documents, {len(expected)} entries")
+
+
+@contextmanager
+def _describing(server: StressServer, texts: set[str]) -> Iterator[None]:
+    """Add what the server matches, and what it should, to a failure."""
+    try:
+        yield
+    except AssertionError as error:
+        matched = {*server.ask(do="match", texts=TEXTS)}
+        raise AssertionError(f"{error}: not matched {texts - matched}, matched {matched - texts}") from error
 
 
 def _matches(server: StressServer, texts: set[str]) -> bool:
