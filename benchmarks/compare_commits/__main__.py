@@ -93,7 +93,11 @@ def compare_requests(
             printed = pool.map(lambda tree: run_json(tree, program, model, file.name), trees.values())
             digests = dict(zip(trees, printed, strict=True))
     different = [request for request, digest in digests["here"].items() if digests["base"][request] != digest]
-    result = {"command": _command("requests", base), "num_requests": len(digests["here"]), "different": different}
+    result = {
+        "command": _command(f"requests --data {data}", base),
+        "num_requests": len(digests["here"]),
+        "different": different,
+    }
     write_result(result, out)
     if different:
         raise SystemExit(f"{len(different)} of {len(digests['here'])} requests differ from {base}")
@@ -108,7 +112,7 @@ def compare_times(base: BaseOption, turns: TurnsOption = 4, out: OutOption = Non
             for name, tree in trees.items():
                 for step, seconds in _measure_once(tree).items():
                     times[name].setdefault(step, []).append(seconds)
-    write_result({"command": _command("times", base), **_compared(times)}, out)
+    write_result({"command": _command(f"times --turns {turns}", base), **_compared(times)}, out)
 
 
 def _measure_once(tree: Path) -> dict[str, float]:
@@ -144,11 +148,18 @@ def compare_documents(
                     times[name].setdefault(step, []).append(milliseconds)
         for process in processes.values():
             process.communicate()
-    write_result({"command": _command("documents", base), "num_documents": count, **_compared(times)}, out)
+    write_result(
+        {
+            "command": _command(f"documents --count {count} --turns {turns}", base),
+            "num_documents": count,
+            **_compared(times),
+        },
+        out,
+    )
 
 
-def _command(name: str, base: str) -> str:
-    return f"python -m benchmarks.compare_commits {name} --base {base}"
+def _command(arguments: str, base: str) -> str:
+    return f"python -m benchmarks.compare_commits {arguments} --base {base}"
 
 
 def _read_line(stream: IO[str] | None) -> str:

@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ragblend.engine.store.format.kv import ChunkKV, StoredLayer, aligned_nbytes, copy_into, layer_view, view_as
+from ragblend.engine.store.format.kv import ChunkKV, StoredLayer, aligned_nbytes, copy_into, layer_view, layer_views
 
 LAYERS_PER_COPY = 3
 """Layers of a chunk that are copied at once. More take fewer copies, and delay the first layer."""
@@ -60,14 +59,11 @@ class HostToDeviceCopier:
         """Return the layers on the device, ready for use; the same tensors if they are there already."""
         tensors = _tensors_of(layers)
         if not self.overlaps_compute or all(tensor.is_cuda for tensor in tensors):
-            return _as_layers([tensor.to(self._device) for tensor in tensors], layers)
-        sources = list(map(_page_locked, tensors))
-        starts = list(accumulate(map(aligned_nbytes, sources), initial=0))
-        block = self.allocate(starts[-1])
-        copies = [view_as(block[start:], source) for start, source in zip(starts, sources, strict=False)]
-        self.queue_copies(copies, sources)
+            return [type(layer)(*(tensor.to(self._device) for tensor in layer)) for layer in layers]
+        copies = layer_views(self.allocate(sum(map(aligned_nbytes, tensors))), layers)
+        self.queue_copies(_tensors_of(copies), list(map(_page_locked, tensors)))
         self.copying.synchronize()  # waits for the copies alone, not for the computing stream
-        return _as_layers(copies, layers)
+        return copies
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return a block of memory on the device, [nbytes] uint8. The copying stream may write to it without waiting
@@ -215,9 +211,3 @@ def _bytes_from(tensor: Tensor, nbytes: int) -> Tensor:
 
 def _tensors_of(layers: Sequence[StoredLayer]) -> list[Tensor]:
     return [tensor for layer in layers for tensor in layer]
-
-
-def _as_layers(tensors: Sequence[Tensor], like: Sequence[StoredLayer]) -> list[StoredLayer]:
-    """Return the tensors as layers of the types of `like`."""
-    each = iter(tensors)
-    return [type(layer)(*(next(each) for _ in layer)) for layer in like]

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragblend.engine.fusion.host_to_device import LAYERS_PER_COPY, LayerCopies, plan_upload
+from ragblend.engine.fusion.host_to_device import LAYERS_PER_COPY, HostToDeviceCopier, LayerCopies, plan_upload
 from ragblend.engine.store.format.keys import chunk_key
 from ragblend.engine.store.format.kv import KVHeader, LayerKV, MemoryKV, aligned_nbytes, convert_kv_dtype, slice_kv_rows
 from ragblend.engine.store.memory import MemoryStore
@@ -131,6 +132,21 @@ def test_layers_arrive_whole_in_every_order_of_the_streams(chunks, num_layers, d
     copier.run()
     assert results == [True] * num_layers
     assert not copier.copying.queue
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_layers_read_from_slower_tiers_arrive_whole(kv_dtype, monkeypatch):
+    simulated, copier = SimulatedCopier(random.Random(0)), HostToDeviceCopier(torch.device("cpu"))
+    for name in ("allocate", "queue_copies"):
+        monkeypatch.setattr(copier, name, getattr(simulated, name))
+    copier.overlaps_compute, copier.copying = True, SimpleNamespace(synchronize=simulated.run)
+    kv = stored(70, 3, kv_dtype)
+    layers = [part.stored_layer(layer) for layer in range(3) for part in (kv, slice_kv_rows(kv, 5, 69))]
+    arrived = copier.copy_to_device(layers)
+    assert [type(layer) for layer in arrived] == [type(layer) for layer in layers]
+    assert all(
+        torch.equal(*tensors) for pair in zip(arrived, layers, strict=True) for tensors in zip(*pair, strict=True)
+    )
 
 
 def test_larger_layers_take_larger_blocks():

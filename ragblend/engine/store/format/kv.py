@@ -261,14 +261,18 @@ def aligned_nbytes(tensor: Tensor) -> int:
 
 
 def copy_into(block: Tensor, layers: Sequence[StoredLayer]) -> list[StoredLayer]:
-    """Copy the layers into `block` [N] uint8, one after another. Return the copies. See `layer_view`."""
-    copies = []
-    for layer in layers:
-        copies.append(layer_view(block, layer))
-        for copy, tensor in zip(copies[-1], layer, strict=True):
+    """Copy the layers into `block` [N] uint8, one after another. Return the copies."""
+    copies = layer_views(block, layers)
+    for copied, layer in zip(copies, layers, strict=True):
+        for copy, tensor in zip(copied, layer, strict=True):
             copy.copy_(tensor.detach())
-        block = block[sum(map(aligned_nbytes, layer)) :]
     return copies
+
+
+def layer_views(block: Tensor, like: Sequence[StoredLayer]) -> list[StoredLayer]:
+    """Return layers like `like` in the first bytes of `block` [N] uint8, one after another. See `layer_view`."""
+    starts = accumulate((sum(map(aligned_nbytes, layer)) for layer in like), initial=0)
+    return [layer_view(block[start:], layer) for start, layer in zip(starts, like, strict=False)]
 
 
 def layer_view(block: Tensor, like: StoredLayer) -> StoredLayer:
