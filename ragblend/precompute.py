@@ -243,7 +243,7 @@ def precompute_chunks(
                 report.num_new_kv += done <= len(missing)
                 on_progress("prefill", done, len(missing) + len(renewed))
         finally:
-            delete_stale_kv([*missing, *renewed], engine, ledger)
+            delete_stale_kv(distinct.values(), engine)
         if disk is not None:
             report.num_evicted_kv += disk.counters.num_evicted - num_evicted
             # Entries that were stored and evicted are recorded, too, so that `stats` counts them.
@@ -331,6 +331,7 @@ def precompute_documents(
     collection: str = LANGCHAIN_COLLECTION,
     workers: RayWorkers | None = None,
     prefill: Prefill | None = None,
+    ledger: Ledger | None = None,
 ) -> IngestReport:
     """Precompute the KV of chunks: strings, Chunks, LangChain Documents or LlamaIndex nodes, each used as one chunk.
 
@@ -345,7 +346,7 @@ def precompute_documents(
       them. A document may therefore be passed in several calls. So may one that is identified by its source, if its
       chunks have a "start_index": chunks before the first one of a call are kept.
     - workers: processes that prefill instead of this one (`RayWorkers`). prefill: a function that prefills instead;
-      `workers` is then ignored.
+      `workers` is then ignored. ledger: the open ledger of the engine's store; None: it is opened.
 
     A chunk that the engine cannot prefill (longer than the model's context length, or not Unicode) does not stop the
     others: it is logged, and listed in `report.failures` with its id and source. A chunk without visible text is in
@@ -386,7 +387,7 @@ def precompute_documents(
     for failure in (*failures, *skipped):
         logger.warning("not prefilled: %s: %s", *failure)
     chunks = fit
-    ledger = open_ledger(engine.store)
+    ledger = ledger or open_ledger(engine.store)
     wanted = [*chunks, *chunk_variants((chunk for chunk in chunks if chunk.context is None), engine.context)]
     prefill = prefill or (workers.prefill if workers is not None else prefill_here)
     texts_before = {name: ledger.texts_of(name) for name in texts_of}

@@ -181,8 +181,10 @@ class PostgresDialect(Dialect):
                 f"the catalogue {self.name} cannot be written ({reason}); give the user the right to create tables in "
                 "its schema, or name the primary server: `catalog`"
             )
-        if state == "55P03":
-            return RagblendError(f"another process is writing the catalogue {self.name}; wait for it and try again")
+        if state == "55P03" or state.startswith("40"):  # no lock in time, or a rolled back transaction
+            return BackendUnreachableError(
+                f"another process is writing the catalogue {self.name}; wait for it and try again"
+            )
         if state in ("42P01", "42703"):
             self._has_tables = False
             return StoreMismatchError(

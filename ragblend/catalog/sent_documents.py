@@ -4,18 +4,34 @@ A document is stored if the version stored last is the version sent last. Otherw
 body, which contains the text or chunks to store, and failed without one. The server splits and prefills.
 
 Servers that share a catalogue take leases on documents, so that only one of them stores each document. A lease that is
-not renewed expires by PostgreSQL's clock. Another server then takes over the documents of a killed one.
+not renewed expires by PostgreSQL's clock. Another server then takes over the documents of a killed one. A server that
+was only suspended writes nothing more for them: its write transactions renew its leases first (see `lease`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from sqlalchemy import ColumnElement, and_, case, cast, delete, func, literal, select, text, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    TextClause,
+    and_,
+    case,
+    cast,
+    delete,
+    func,
+    literal,
+    select,
+    text,
+    update,
+)
 
 from ragblend.catalog.documents import HAS_CHUNKS, OF_DOCUMENT, DocumentRows, insert_document
 from ragblend.catalog.schema import (
@@ -28,6 +44,7 @@ from ragblend.catalog.schema import (
     find_existing,
     is_in_values,
 )
+from ragblend.errors import BackendUnreachableError
 
 _ROW = DOCUMENTS.c
 _STATUSES = ("stored", "pending", "failed")
@@ -43,6 +60,10 @@ _TAKE = text(
     "SELECT name, :owner, now() + make_interval(secs => :lease_s) FROM unnest(CAST(:names AS text[])) AS name "
     "ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, expires_at = excluded.expires_at "
     "WHERE leases.expires_at < now() OR leases.owner = excluded.owner RETURNING name"
+)
+_RENEW = text(
+    "UPDATE leases SET expires_at = now() + make_interval(secs => :lease_s) WHERE name IN (SELECT name FROM leases "
+    "WHERE owner = :owner AND name = ANY(CAST(:names AS text[])) ORDER BY name FOR UPDATE) RETURNING name"
 )
 _RELEASE = text("DELETE FROM leases WHERE owner = :owner AND name = ANY(CAST(:names AS text[]))")
 _OTHERS = text("SELECT name FROM leases WHERE owner <> :owner AND expires_at >= now()")
@@ -92,11 +113,15 @@ class Backlog(NamedTuple):
 
 
 class SentRows(DocumentRows):
-    """The part of `Ledger` with the documents that clients sent to a server."""
+    """The part of `Ledger` with the documents that clients sent to a server.
+
+    `owner` of the leases: ledgers with the same one have the same leases.
+    """
 
     def __init__(self, place: str | Path | None = None) -> None:
         super().__init__(place)
-        self._owner = uuid4().hex  # of leases
+        self.owner = uuid4().hex
+        self._leased = frozenset[str]()  # names that every write transaction renews
 
     def add_sent(self, namespace: str, documents: Iterable[SentDocument]) -> tuple[str, list[str]]:
         """Record, in one transaction, documents to be stored. Each replaces the document with the same id, if any.
@@ -283,26 +308,68 @@ class SentRows(DocumentRows):
         rows = self._rows(query, **DocumentKey(collection, document_id, namespace).parameters())
         return {**rows[0]._asdict(), "metadata": json.loads(rows[0].metadata)} if rows else None
 
-    # --- leases, in a shared catalogue: only one `Ledger` at a time has the lease on a name ---
+    # --- leases, in a shared catalogue: only one `owner` at a time has the lease on a name ---
+
+    @contextmanager
+    def write_transaction(self) -> Iterator[Connection]:
+        """See `Catalog.write_transaction`. Inside `lease`, renew the leases first.
+
+        Raises BackendUnreachableError, and changes nothing, if another owner has had one of them since.
+        """
+        with self._locked():
+            is_outermost = not self._is_writing
+            with super().write_transaction() as connection:
+                if is_outermost:
+                    self.renew_leases()
+                yield connection
+
+    @contextmanager
+    def lease(self, names: Collection[str], timeout_s: float = 0.0) -> Iterator[frozenset[str]]:
+        """Hold leases on those of `names` that other owners release within `timeout_s` seconds. Yield these names."""
+        end_s = time.monotonic() + timeout_s
+        while len(leased := self.take_leases(names)) < len({*names}) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        self._leased = frozenset(leased)
+        try:
+            yield self._leased
+        finally:
+            self._leased = frozenset()
+            with suppress(BackendUnreachableError):  # leases expire
+                self.release_leases(leased)
+
+    def renew_leases(self) -> None:
+        """Renew the leases that `lease` holds. Raises BackendUnreachableError if another owner has had one since."""
+        if self.is_shared and self._leased and self._execute_for_names(_RENEW, self._leased) < self._leased:
+            raise BackendUnreachableError("another server has taken over these documents; try again")
 
     def take_leases(self, names: Collection[str]) -> set[str]:
         """Take leases on `names` for `LEASE_S` seconds, or renew them. Return the names for which this succeeded.
 
-        Names that another ledger has leased are left out.
+        Names that another owner has leased are left out. In a catalogue that is not shared, all names are returned.
         """
-        values = {"owner": self._owner, "lease_s": LEASE_S, "names": sorted({*names})}
+        if not self.is_shared:
+            return {*names}
+        return self._execute_for_names(_TAKE, names)
+
+    def _execute_for_names(self, statement: TextClause, names: Collection[str]) -> set[str]:
+        """Execute a statement on leases. Return the names that it returns. Sorted, so that no two servers deadlock."""
+        values = {"owner": self.owner, "lease_s": LEASE_S, "names": sorted({*names})}
         with self._locked() as connection:
-            return {str(name) for name in connection.execute(_TAKE, values).scalars()}
+            return {str(name) for name in connection.execute(statement, values).scalars()}
 
     def release_leases(self, names: Collection[str]) -> None:
-        """End the leases of this ledger on `names`."""
+        """End the owner's leases on `names`."""
+        if not self.is_shared:
+            return
         with self._locked() as connection:
-            connection.execute(_RELEASE, {"owner": self._owner, "names": sorted({*names})})
+            connection.execute(_RELEASE, {"owner": self.owner, "names": sorted({*names})})
 
     def leased_by_others(self) -> set[str]:
-        """Return the names that other ledgers have leased."""
+        """Return the names that other owners have leased."""
+        if not self.is_shared:
+            return set()
         with self._locked() as connection:
-            return {str(name) for name in connection.execute(_OTHERS, {"owner": self._owner}).scalars()}
+            return {str(name) for name in connection.execute(_OTHERS, {"owner": self.owner}).scalars()}
 
 
 def lease_name(namespace: str, collection: str, document_id: str) -> str:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 
-from ragblend.catalog.ledger import Ledger
+from ragblend.catalog.ledger import Ledger, open_ledger
 from ragblend.catalog.schema import DocumentKey
 from ragblend.engine.api import DocumentEngine, Engine, RemoteEngine
 from ragblend.engine.deletions import UnfinishedDeletionError, record_entry, run_deletions, schedule_deletions
@@ -81,22 +81,23 @@ def find_unfinished_removals(index: ChunkIndex, store: KVStore | None) -> set[st
     return sources
 
 
-def delete_stale_kv(chunks: Collection[Chunk], engine: Engine, ledger: Ledger) -> int:
-    """Delete the KV of those `chunks` whose text another process removed during their prefill.
+def delete_stale_kv(chunks: Collection[Chunk], engine: Engine) -> int:
+    """Delete the KV and the token ids of those `chunks` whose text another process removed during their prefill.
 
     Call this after the chunks were stored. The other process could not delete KV that was not stored yet. Return the
     number of deleted entries. If a remote tier does not answer, a later deletion removes the entries of that tier.
     """
-    removed = set(ledger.find_unowned_texts((chunk.text for chunk in chunks), engine.namespace))
-    if not removed:
-        return 0
-    with ledger.write_transaction():
-        removed = set(ledger.find_unowned_texts(removed, engine.namespace))  # without those that were added again
-        for text in removed:
-            ledger.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
-        stale = {engine.key(chunk): "" for chunk in chunks if chunk.text in removed}
-        schedule_deletions(stale, engine.store, ledger)
-    return delete_or_warn(lambda: len(run_deletions(engine.store, ledger)))
+    with open_ledger(engine.store) as ledger:
+        removed = set(ledger.find_unowned_texts((chunk.text for chunk in chunks), engine.namespace))
+        if not removed:
+            return 0
+        with ledger.write_transaction():
+            removed = set(ledger.find_unowned_texts(removed, engine.namespace))  # without those that were added again
+            for text in removed:
+                ledger.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
+            stale = {engine.key(chunk): "" for chunk in chunks if chunk.text in removed}
+            schedule_deletions(stale, engine.store, ledger)
+        return delete_or_warn(lambda: len(run_deletions(engine.store, ledger)))
 
 
 def keys_to_delete(texts: Iterable[str], engine: DocumentEngine, ledger: Ledger) -> dict[str, str]:

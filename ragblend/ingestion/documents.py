@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
@@ -49,12 +49,12 @@ def delete_precomputed(ids: Iterable[str], llm_or_engine: Any, *, collection: st
     ids = list(filter(None, ids))
     if isinstance(engine, RemoteEngine):
         return int(engine.remove_documents(collection, ids))
-    return _delete_added([DocumentKey(collection, each, engine.namespace) for each in ids], engine)
+    with open_ledger(engine.store) as ledger:
+        return _delete_added([DocumentKey(collection, each, engine.namespace) for each in ids], engine, ledger)
 
 
-def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine) -> int:
+def _delete_added(documents: Sequence[DocumentKey], engine: DocumentEngine, ledger: Ledger) -> int:
     """Delete the texts of documents, and the KV that no other document needs. Return the number of entries."""
-    ledger = open_ledger(engine.store)
     try:
         return keep_only_texts({each: [] for each in documents}, engine, ledger)
     finally:
@@ -156,13 +156,17 @@ def find_text_documents(
 
 
 def remove_stored_documents(
-    documents: Iterable[StoredDocument], engine: DocumentEngine | None, index: ChunkIndex | None
+    documents: Iterable[StoredDocument],
+    engine: DocumentEngine | None,
+    index: ChunkIndex | None,
+    ledger: Ledger | None = None,
 ) -> Removal:
     """Delete documents from the index and from the store's ledger, with their KV and texts.
 
     KV stays if its text is also in another document. A vector store of a framework is not changed, except ragblend's
-    index. engine: None if no KV is stored. index: None if no document is in it. Raises BackendUnreachableError if a
-    remote tier did not answer; see `remove_indexed_documents`.
+    index. engine: None if no KV is stored. index: None if no document is in it. ledger: the open ledger of the engine's
+    store; None: it is opened. Raises BackendUnreachableError if a remote tier did not answer; see
+    `remove_indexed_documents`.
     """
     documents = list(documents)
     removal = Removal(0, 0)
@@ -173,8 +177,8 @@ def remove_stored_documents(
     added = [each for each in documents if not each.index_source or each.index_source != each.key.id]
     if not added or engine is None:
         return removal
-    num_removed = _delete_added([each.key for each in added], engine)
-    with open_ledger(engine.store) as ledger:
+    with nullcontext(ledger) if ledger is not None else open_ledger(engine.store) as ledger:
+        num_removed = _delete_added([each.key for each in added], engine, ledger)
         for collection, group in groupby(sorted(each.key for each in added), lambda key: key.collection):
             ledger.end_removal(engine.namespace, collection, [key.id for key in group])
     num_chunks = sum(each.num_chunks for each in added if not each.index_source)

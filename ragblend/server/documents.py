@@ -96,7 +96,7 @@ class DocumentIngester:
         catalog: str | None = None,
     ) -> None:
         self._place = resolve_catalog(root, catalog)
-        self._leased_names, self._renew_at_s = set[str](), 0.0
+        self._leasing, self._renew_at_s = list[Ledger](), 0.0  # ledgers with leases on documents that are being stored
         self._root, self._lock_path = root, root / LOCK_FILE
         self._make_engine, self._describe = make_engine, describe
         self._engines: dict[str, Engine] = {}
@@ -180,13 +180,13 @@ class DocumentIngester:
         ids = [each.key.id for each in documents]
         self._ledger.begin_removal(namespace, collection, ids)
         names = [lease_name(namespace, collection, each) for each in ids]
-        with self._leased(names, _REMOVAL_WAIT_S) as leased:
+        with self._leasing_ledger() as ledger, ledger.lease(names, _REMOVAL_WAIT_S) as leased:
             if len(leased) < len({*names}):
                 raise _BusyError("another server is storing these documents; try again")
             has_indexed = any(each.index_source for each in documents)
             with open_index(self._root) if has_indexed else nullcontext() as index:
-                removal = remove_stored_documents(documents, self._engine(namespace), index)
-            self._ledger.end_removal(namespace, collection, ids)
+                removal = remove_stored_documents(documents, self._engine(namespace), index, ledger)
+            ledger.end_removal(namespace, collection, ids)
             return removal.num_kv
 
     def summary(self, namespace: str, collection: str | None, ingestion: str | None) -> dict[str, Any]:
@@ -262,11 +262,13 @@ class DocumentIngester:
         if not batch:
             return
         self._turn = batch[0].namespace
-        with self._leased([row.lease_name for row in batch]) as leased:
-            chosen = [row for row in batch if row.lease_name in leased]
-            mine = self._ledger.still_waiting(chosen)
-            if mine:
-                self._store(mine)
+        with self._leasing_ledger() as ledger, ledger.lease([row.lease_name for row in batch]) as leased:
+            if mine := ledger.still_waiting(row for row in batch if row.lease_name in leased):
+                self._leasing.append(ledger)
+                try:
+                    self._store(mine, ledger)
+                finally:
+                    self._leasing.remove(ledger)
 
     def _give_turn(self, namespace: str) -> None:
         """Store a few short documents of the next other namespace, while those of `namespace` are being stored."""
@@ -284,10 +286,13 @@ class DocumentIngester:
             self._progress, self._turn_at_s = progress, time.monotonic() + _TURN_S
 
     def _taken(self) -> Collection[str]:
-        return self._ledger.leased_by_others() if self._ledger.is_shared else ()
+        return self._ledger.leased_by_others()
 
-    def _store(self, rows: Sequence[WaitingDocument]) -> None:
-        """Chunk, register and prefill documents of one collection, and record the result for each of them."""
+    def _store(self, rows: Sequence[WaitingDocument], ledger: Ledger) -> None:
+        """Chunk, register and prefill documents of one collection, and record the result for each of them.
+
+        ledger: has leases on the documents.
+        """
         first = rows[0]
         engine = self._engine(first.namespace)
         new_kv, new_bytes = Counter[str](), Counter[str]()
@@ -302,6 +307,7 @@ class DocumentIngester:
                 versions=[row.version if row.body.get("adds") else "" for row in owners],
                 collection=first.collection,
                 prefill=partial(self._prefill, new_kv, new_bytes),
+                ledger=ledger,
             )
         except (_InterruptedError, EngineClosedError, BackendUnreachableError):  # the documents stay waiting
             raise
@@ -311,10 +317,10 @@ class DocumentIngester:
             if len(rows) == 1:
                 log.warning("the document %r of the collection %r is not stored: %s", first.id, first.collection, error)
                 reason = self._describe(error)
-                self._ledger.record_outcome(first, SentDocumentCounts(), reason, is_stored=False)
+                ledger.record_outcome(first, SentDocumentCounts(), reason, is_stored=False)
                 return
             for row in rows:
-                self._store([row])
+                self._store([row], ledger)
             return
         reason_of = dict((*report.notes, *report.skipped, *report.failures))
         failed = {failure.path for failure in report.failures}
@@ -332,7 +338,7 @@ class DocumentIngester:
                 reason = _explain_dropped(stored, engine, report) or reason
             if not has_all and not all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore)):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
-            self._ledger.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
+            ledger.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:
         if stage == "push":  # its entries go to the remote tier, which may take long
@@ -385,7 +391,7 @@ class DocumentIngester:
         If another server has removed the chunk since, its KV is deleted before the next chunk is prefilled. After a
         kill, no later call would delete it.
         """
-        if not self._ledger.is_shared:
+        if not self._ledger.is_shared:  # no other server stores documents at the same time
             return engine.precompute(chunk)
         name = f"kv {engine.key(chunk)}"
         while not self._ledger.take_leases([name]):
@@ -395,8 +401,7 @@ class DocumentIngester:
         try:
             if nbytes := engine.precompute(chunk):
                 try:
-                    with open_ledger(engine.store) as ledger:
-                        delete_stale_kv([chunk], engine, ledger)
+                    delete_stale_kv([chunk], engine)
                 except BackendUnreachableError:
                     engine.store.delete_everywhere([engine.key(chunk)])  # it is computed again
                     raise
@@ -419,28 +424,20 @@ class DocumentIngester:
                 del self._engines[next(iter(self._engines))]
             return engine
 
-    @contextmanager
-    def _leased(self, names: Sequence[str], timeout_s: float = 0.0) -> Iterator[set[str]]:
-        """Hold leases on those of the documents that other servers release within `timeout_s`. Yield their names."""
-        if not self._ledger.is_shared:
-            yield {*names}
-            return
-        end_s = time.monotonic() + timeout_s
-        while len(leased := self._ledger.take_leases(names)) < len({*names}) and time.monotonic() < end_s:
-            time.sleep(0.1)
-        self._leased_names, self._renew_at_s = self._leased_names | leased, time.monotonic() + LEASE_S / 4
-        try:
-            yield leased
-        finally:
-            self._leased_names = self._leased_names - leased
-            with suppress(BackendUnreachableError):  # leases expire
-                self._ledger.release_leases(leased)
+    def _leasing_ledger(self) -> Ledger:
+        """Return a ledger whose write transactions depend on leases, unlike those of requests in other threads.
+
+        The owner is the same, so that leases which an outage kept from being released are this server's to take again.
+        """
+        ledger = Ledger(self._place)
+        ledger.owner = self._ledger.owner
+        return ledger
 
     def _renew_leases(self) -> None:
-        if self._leased_names and time.monotonic() > self._renew_at_s:
+        if time.monotonic() > self._renew_at_s:
             self._renew_at_s = time.monotonic() + LEASE_S / 4
-            if self._ledger.take_leases(self._leased_names) < self._leased_names:
-                raise _InterruptedError  # a lease has expired, and another process has taken it
+            for ledger in self._leasing:
+                ledger.renew_leases()
 
     @contextmanager
     def _alone(self, timeout_s: float) -> Iterator[None]:

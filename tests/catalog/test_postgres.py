@@ -28,7 +28,6 @@ from ragblend.engine.vllm.config import ConnectorConfig
 from ragblend.engine.vllm.scheduler_side.lookup import ChunkLookup
 from ragblend.errors import (
     BackendUnreachableError,
-    RagblendError,
     StoreFullError,
     StoreMismatchError,
     StoreNotWritableError,
@@ -250,7 +249,11 @@ def test_a_writer_that_does_not_end_is_reported(shared_catalog, monkeypatch):
     for engine in postgres._ENGINES:
         engine.dispose()  # connections know their time limit
     with holder.write_transaction():
-        refused(RagblendError, lambda: ledger.add_texts({DOC: {"text": 0}}), "another process is writing the catalogue")
+        refused(
+            BackendUnreachableError,
+            lambda: ledger.add_texts({DOC: {"text": 0}}),
+            "another process is writing the catalogue",
+        )
         assert not {*ledger.texts()}, "reads do not wait"
     assert ledger.add_texts({DOC: {"text": 0}}) == 1
 

@@ -26,6 +26,7 @@ from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.remote.breaker import CircuitBreaker
 from ragblend.engine.store.remote.tier import RemoteStore
 from ragblend.errors import BackendUnreachableError
+from ragblend.ingestion.deletion import keep_only_texts
 from ragblend.ingestion.documents import remove_stored_documents
 from ragblend.ingestion.report import IngestReport
 from ragblend.precompute import precompute_documents
@@ -216,6 +217,42 @@ def test_the_documents_of_a_killed_server_are_stored_by_another(tmp_path, catalo
         assert all(other.engine().is_stored(f"{n} and so on. {A}") for n in range(30))
         assert other.documents.remove("", "kb", None)[0] == 30
         assert list(Ledger(catalog).texts()) == []
+
+
+@pytest.mark.parametrize("resumed", ["before it adds texts", "before it removes earlier texts"])
+@pytest.mark.parametrize("then", ["sent again", "removed"])
+def test_a_suspended_server_changes_nothing_after_its_lease_expired(tmp_path, catalog, monkeypatch, resumed, then):
+    monkeypatch.setattr("ragblend.server.documents._RETRY_S", 0.1)
+    monkeypatch.setattr(sent_documents, "LEASE_S", 0.5)
+    reached, go_on, resumed_at = threading.Event(), threading.Event(), list[str]()
+
+    def suspend(method: Callable[..., Any], call: str) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            if call == resumed and not reached.is_set():
+                reached.set()
+                assert go_on.wait(60)
+                resumed_at.append(call)
+            return method(*arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(Ledger, "add_texts", suspend(Ledger.add_texts, "before it adds texts"))
+    remove = suspend(keep_only_texts, "before it removes earlier texts")
+    monkeypatch.setattr("ragblend.precompute.keep_only_texts", remove)
+    with running(tmp_path, catalog, "one") as (one,):
+        one.send({"id": "a", "chunks": [A]})
+        assert reached.wait(60)
+        with running(tmp_path, catalog, "other") as (other,):
+            if then == "removed":
+                time.sleep(0.6)
+                assert other.documents.remove("", "kb", ["a"])[0] == 1
+            else:
+                other.wait(other.send({"id": "a", "chunks": [B]}))
+            go_on.set()
+            one.wait(one.send({"id": "last", "chunks": [C]}))
+        assert resumed_at
+        assert {*Ledger(catalog).texts()} == ({C} if then == "removed" else {B, C})
+        assert one.matched(A, B, C) == [False, then == "sent again", True]
 
 
 def test_leases_are_one_owner_s_until_they_expire(catalog, monkeypatch):
