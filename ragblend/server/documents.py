@@ -63,6 +63,7 @@ _HEADER_BYTES = 16 << 10  # of an entry's header, beside a share of its size
 _BATCH, _BATCH_CHARS = 1000, 32 << 20  # most documents, and their characters, in one batch
 _SHARED_BATCH = 16  # most documents in one batch if other servers store documents at the same time
 _ENGINES_KEPT = 64  # namespaces; every cache salt that a client chooses is one
+_ATTEMPTS = 3  # at a document whose KV is incomplete
 _LOOK_S = 1.0  # between two checks for documents that were sent to another process with this folder
 _RETRY_S = 5.0
 _TURN_S = 1.0  # between two turns of other namespaces while documents of one are being stored
@@ -103,6 +104,7 @@ class DocumentIngester:
         self._lock = threading.Lock()
         self._num_removing = 0
         self._has_warned_of_budget = False
+        self._num_attempts = Counter[int]()  # by the number of a document whose KV was incomplete each time
         self._progress = ("", 0, 0)  # namespace whose chunks are being prefilled, number done, total number
         self._turn, self._turn_at_s = "", 0.0  # namespace of the last turn, and time of the next one of others
         self._wake, self._closed = threading.Event(), threading.Event()
@@ -332,12 +334,16 @@ class DocumentIngester:
             has_all = len(stored_chunks) == sum(has_visible_text(chunk.text) for chunk in chunks)
             reason = reason_of.get(row.id, "") if has_all or row.id in failed else BUDGET_TOO_SMALL
             is_stored = has_all and row.id not in failed
-            if reason == BUDGET_TOO_SMALL and report.num_removed_kv:
-                continue  # KV of replaced texts was deleted since, so the document may fit now
             if report.num_dropped and is_stored:
                 reason = _explain_dropped(stored, engine, report) or reason
             if not has_all and not all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore)):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
+            if reason == BUDGET_TOO_SMALL:
+                # Or it fits now without the KV of replaced texts, or another process has deleted KV of equal texts.
+                self._num_attempts[row.number] += 1
+                if self._num_attempts[row.number] < _ATTEMPTS:
+                    continue
+            self._num_attempts.pop(row.number, None)
             ledger.record_outcome(row, SentDocumentCounts(*counts), reason, is_stored=is_stored)
 
     def _note_progress(self, namespace: str, stage: str, done: int, total: int | None) -> None:

@@ -63,8 +63,8 @@ def answer(request: dict[str, Any], documents: server_documents.DocumentIngester
             documents.add("", [sent_documents.SentDocument(COLLECTION, request["id"], request["version"], body, {})])
         case "remove":
             documents.remove("", COLLECTION, [request["id"]])
-        case "count":
-            return documents.summary("", COLLECTION, None)["collections"].get(COLLECTION, {})
+        case "summary":
+            return documents.summary("", COLLECTION, None)
         case "match":
             return [text for text in request["texts"] if text in engine().known_chunks]
     return None

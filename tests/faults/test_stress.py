@@ -252,7 +252,7 @@ def _round(
     texts = {text for each in documents.values() for text in each}
     wait_until(lambda: _counts(servers[0]).get("num_waiting", 0) == 0, CALM_S, "all documents are stored")
     found = _counts(servers[0])
-    assert (found.get("num_stored", 0), found.get("num_failed", 0)) == (len(documents), 0), found
+    assert (found.get("num_stored", 0), found.get("num_failed", 0)) == (len(documents), 0), _summary(servers[0])
     for server in servers:
         with _describing(server, texts):
             wait_until(partial(_matches, server, texts), CALM_S, f"the server {server.name} matches what is left")
@@ -293,9 +293,16 @@ def _matches(server: StressServer, texts: set[str]) -> bool:
 
 
 def _counts(server: StressServer) -> dict[str, int]:
+    """Return the numbers of documents by their status."""
+    counts: dict[str, int] = _summary(server)["collections"].get(stress_server.COLLECTION, {})
+    return counts
+
+
+def _summary(server: StressServer) -> dict[str, Any]:
+    """Return the status of the documents, with the reasons of those that failed."""
     while True:
         try:
-            counts: dict[str, int] = server.ask(do="count")
-            return counts
+            summary: dict[str, Any] = server.ask(do="summary")
+            return summary
         except ConnectionError:
             time.sleep(0.2)

@@ -183,6 +183,24 @@ def test_a_document_waits_while_its_chunks_remote_tier_is_down(tmp_path, catalog
         assert [report.num_new_kv for report in reports] == [0, 1], "only the second call computes it"
 
 
+def test_a_document_is_computed_again_if_its_kv_was_deleted_meanwhile(tmp_path, catalog, monkeypatch):
+    """By a deletion of the same text that this server learned of late, because the remote tier had not answered."""
+    reports = list[IngestReport]()
+    with running(tmp_path, catalog, "one", context="neutral") as (one,):
+
+        def precompute(*arguments: Any, **options: Any) -> IngestReport:
+            reports.append(precompute_documents(*arguments, **options))
+            if len(reports) < documents._ATTEMPTS:
+                one.engine().store.delete_everywhere([one.engine().key(A)])
+            return reports[-1]
+
+        monkeypatch.setattr(documents, "precompute_documents", precompute)
+        counts = one.wait(one.send({"id": "a", "chunks": [A, B]}))
+        assert (counts["num_stored"], counts["num_failed"]) == (1, 0)
+        assert [report.num_new_kv for report in reports] == [4, 1, 1]
+        assert one.engine().is_stored(A)
+
+
 KILLED = """
 import sys
 from pathlib import Path
