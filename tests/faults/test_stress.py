@@ -82,8 +82,9 @@ class StressServer:
         theirs.close()
 
     def send_signal(self, kind: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid or 0, kind)
+        if (pid := self._process.pid) is not None:  # None while it is being started
+            with suppress(ProcessLookupError):
+                os.kill(pid, kind)
 
     def ask(self, **request: Any) -> Any:
         """Send a request. Return the answer's `done`. Raises ConnectionError if there is no such answer."""
