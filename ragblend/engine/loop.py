@@ -125,7 +125,7 @@ class EngineLoop(Executor):
         try:
             self._executor.submit(self._run)
         except RuntimeError:  # executors accept no work while the interpreter ends, but it still waits for threads
-            threading.Thread(target=self._run).start()
+            threading.Thread(target=self._run, daemon=False).start()
 
     def _run(self) -> None:
         """Run one call, the prefills for which there is capacity, a slice of refinement and one decode step; repeat

@@ -88,8 +88,9 @@ class WriteQueue:
                 self._drop(key, f"{MAX_WAITING} chunks are queued already")
                 return False
             if self._thread is None:
-                # Not a daemon: one that is still inside torch when the interpreter goes away aborts the process.
-                thread = threading.Thread(target=self._work, name=self._name)
+                # Not a daemon, even if a daemon calls this: one that is still inside torch when the interpreter goes
+                # away aborts the process.
+                thread = threading.Thread(target=self._work, name=self._name, daemon=False)
                 try:
                     thread.start()  # it waits for the condition, which is held here
                 except RuntimeError as error:  # the interpreter is going away

@@ -228,14 +228,17 @@ def test_its_thread_ends_when_there_is_nothing_to_do(monkeypatch):
 
 def test_an_ending_process_writes_its_queue_without_waiting_for_dead_targets():
     script = (
-        "import sys, time; sys.path.insert(0, sys.argv[1])\n"
+        "import sys, threading, time; sys.path.insert(0, sys.argv[1])\n"
         "from tier_support import make_kv\n"
         "from ragblend.engine.store import write_queue\n"
         "from ragblend.engine.store.write_queue import WriteQueue\n"
         "write_queue.EXIT_S = 1.0\n"
         "good = WriteQueue(lambda kv: time.sleep(0.05) or print('written', flush=True), 10_000, 'good')\n"
         "dead = WriteQueue(lambda kv: None, 10_000, 'dead', lambda: 60.0)\n"
-        "for seed in range(3): good.put(make_kv(seed)); dead.put(make_kv(seed))\n"
+        "def put():\n"
+        "    for seed in range(3): good.put(make_kv(seed)); dead.put(make_kv(seed))\n"
+        "putting = threading.Thread(target=put, daemon=True)\n"  # as a server's thread that stores documents
+        "putting.start(); putting.join()\n"
     )
     support = str(Path(__file__).parents[2])
     done = subprocess.run(
