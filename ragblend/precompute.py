@@ -243,7 +243,7 @@ def precompute_chunks(
                 report.num_new_kv += done <= len(missing)
                 on_progress("prefill", done, len(missing) + len(renewed))
         finally:
-            delete_stale_kv(distinct.values(), engine)
+            delete_stale_kv(distinct.values(), engine, ledger)
         if disk is not None:
             report.num_evicted_kv += disk.counters.num_evicted - num_evicted
             # Entries that were stored and evicted are recorded, too, so that `stats` counts them.

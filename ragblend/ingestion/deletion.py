@@ -81,23 +81,24 @@ def find_unfinished_removals(index: ChunkIndex, store: KVStore | None) -> set[st
     return sources
 
 
-def delete_stale_kv(chunks: Collection[Chunk], engine: Engine) -> int:
+def delete_stale_kv(chunks: Collection[Chunk], engine: Engine, ledger: Ledger) -> int:
     """Delete the KV and the token ids of those `chunks` whose text another process removed during their prefill.
 
     Call this after the chunks were stored. The other process could not delete KV that was not stored yet. Return the
     number of deleted entries. If a remote tier does not answer, a later deletion removes the entries of that tier.
+    ledger: is only read, because it may have lost the leases without which it writes nothing.
     """
-    with open_ledger(engine.store) as ledger:
-        removed = set(ledger.find_unowned_texts((chunk.text for chunk in chunks), engine.namespace))
-        if not removed:
-            return 0
-        with ledger.write_transaction():
-            removed = set(ledger.find_unowned_texts(removed, engine.namespace))  # without those that were added again
+    removed = set(ledger.find_unowned_texts((chunk.text for chunk in chunks), engine.namespace))
+    if not removed:
+        return 0
+    with open_ledger(engine.store) as writing:
+        with writing.write_transaction():
+            removed = set(writing.find_unowned_texts(removed, engine.namespace))  # without those that were added again
             for text in removed:
-                ledger.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
+                writing.remove_ids(text, engine.renderer.fingerprint, engine.namespace)
             stale = {engine.key(chunk): "" for chunk in chunks if chunk.text in removed}
-            schedule_deletions(stale, engine.store, ledger)
-        return delete_or_warn(lambda: len(run_deletions(engine.store, ledger)))
+            schedule_deletions(stale, engine.store, writing)
+        return delete_or_warn(lambda: len(run_deletions(engine.store, writing)))
 
 
 def keys_to_delete(texts: Iterable[str], engine: DocumentEngine, ledger: Ledger) -> dict[str, str]:

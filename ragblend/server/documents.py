@@ -339,7 +339,8 @@ class DocumentIngester:
             if not has_all and not all(tier.is_available() for tier in engine.store.find_tiers(RemoteStore)):
                 raise BackendUnreachableError("a remote tier with KV of these documents does not answer")
             if reason == BUDGET_TOO_SMALL:
-                # Or it fits now without the KV of replaced texts, or another process has deleted KV of equal texts.
+                # The document may fit now, without the KV of replaced texts. Or another process has deleted KV of equal
+                # texts, which is computed again.
                 self._num_attempts[row.number] += 1
                 if self._num_attempts[row.number] < _ATTEMPTS:
                     continue
@@ -407,7 +408,7 @@ class DocumentIngester:
         try:
             if nbytes := engine.precompute(chunk):
                 try:
-                    delete_stale_kv([chunk], engine)
+                    delete_stale_kv([chunk], engine, self._ledger)
                 except BackendUnreachableError:
                     engine.store.delete_everywhere([engine.key(chunk)])  # it is computed again
                     raise

@@ -185,7 +185,8 @@ def test_a_text_added_again_stays_while_its_stale_kv_is_deleted(program, monkeyp
         return unowned
 
     monkeypatch.setattr(Ledger, "find_unowned_texts", added_in_the_meantime)
-    assert delete_stale_kv([Chunk(TEXTS["a"])], one) == 0
+    with open_ledger(one.store) as ledger:
+        assert delete_stale_kv([Chunk(TEXTS["a"])], one, ledger) == 0
     assert added == [TEXTS["a"]]
     assert TEXTS["a"] in other.known_chunks
     assert on_disk(one) == {"a", "b", "c"}
