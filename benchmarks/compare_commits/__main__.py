@@ -6,7 +6,7 @@
     python -m benchmarks.compare_commits documents --base COMMIT --count 100000
 
 The commit is checked out beside this tree, and both run in the same environment. `requests`: 48 requests, whose first
-logits and whole KV are compared byte for byte. `times`: `ragblend bench ttft` and `benchmarks.ingest`, in turns.
+logits and whole KV are compared byte for byte. `times`: what `ragblend bench ttft` and `benchmarks.ingest` time.
 `documents`: the steps of `benchmarks.many_documents` in turns, over two stores of as many documents. Each command runs
 with the classes of its tree, so the commit must be recent enough to have them.
 """
@@ -27,15 +27,13 @@ from typing import IO, Annotated, Any
 
 import typer
 
+from benchmarks.compare_commits.time_requests import STEPS
 from benchmarks.results import ModelOption, OutOption, write_result
 from ragblend.cli.printing import print_notice
 from ragblend.lab.bench.common.configs import QualityConfig
 from ragblend.lab.quality.data import load_cases
 
 ROOT = Path(__file__).parents[2]
-TTFT = "ragblend bench ttft --shape llama-50m --threads 1 --modes full,prefix,reuse,blend"
-RULES = "--rules ask,cacheblend --ratio 0.05 --json"
-INGEST = "benchmarks.ingest --shape llama-50m --contexts none,neutral --num-chunks 4 --json"
 NUM_PROMPTS, NUM_CHUNKS = 3, 4
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, help=__doc__)
@@ -61,6 +59,30 @@ def start(tree: Path, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *arguments], cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, **options
     )
+
+
+@contextmanager
+def started_in_both_trees(base: str, program: str, *arguments: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Run a program of this folder with the packages of each tree. Yield the processes that have printed a line."""
+    path = str(Path(__file__).with_name(program))
+    with both_trees(base) as trees, ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(start(tree, path, *arguments, stdin=subprocess.PIPE))
+            for name, tree in trees.items()
+        }
+        for process in processes.values():
+            _read_line(process.stdout)
+        yield processes
+        for process in processes.values():
+            process.communicate()
+
+
+def ask(process: subprocess.Popen[str], line: str) -> Any:
+    """Write a line to a process. Return the JSON that it prints."""
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    return json.loads(_read_line(process.stdout))
 
 
 def run_json(tree: Path, *arguments: str) -> Any:
@@ -104,22 +126,14 @@ def compare_requests(
 
 
 @app.command("times")
-def compare_times(base: BaseOption, turns: TurnsOption = 4, out: OutOption = None) -> None:
-    """Compare the medians of `bench ttft` and of `benchmarks.ingest`, in turns."""
+def compare_times(base: BaseOption, turns: TurnsOption = 20, out: OutOption = None) -> None:
+    """Compare the time to first token in each mode, prefill and ingestion. The two trees take turns at each step."""
     times: dict[str, dict[str, list[float]]] = {"base": {}, "here": {}}
-    with both_trees(base) as trees:
-        for _ in range(turns):
-            for name, tree in trees.items():
-                for step, seconds in _measure_once(tree).items():
-                    times[name].setdefault(step, []).append(seconds)
+    with started_in_both_trees(base, "time_requests.py") as processes:
+        for step in STEPS * turns:
+            for name, process in processes.items():
+                times[name].setdefault(step, []).append(ask(process, step))
     write_result({"command": _command(f"times --turns {turns}", base), **_compared(times)}, out)
-
-
-def _measure_once(tree: Path) -> dict[str, float]:
-    ttft = run_json(tree, "-m", *TTFT.split(), *RULES.split())
-    ingest = run_json(tree, "-m", *INGEST.split())
-    seconds = {f"{run['mode']} {run['rule']}": run["ttft_s"] for run in ttft["runs"]}
-    return seconds | {run["mode"]: run["seconds"] for run in ingest["runs"]}
 
 
 @app.command("documents")
@@ -131,23 +145,11 @@ def compare_documents(
 ) -> None:
     """Compare the steps of `benchmarks.many_documents` in turns."""
     times: dict[str, dict[str, list[float]]] = {"base": {}, "here": {}}
-    program = str(Path(__file__).with_name("time_documents.py"))
-    with both_trees(base) as trees, ExitStack() as stack:
-        processes = {
-            name: stack.enter_context(start(tree, program, str(count), stdin=subprocess.PIPE))
-            for name, tree in trees.items()
-        }
-        for process in processes.values():
-            _read_line(process.stdout)  # its store is filled
+    with started_in_both_trees(base, "time_documents.py", str(count)) as processes:
         for _ in range(turns):
             for name, process in processes.items():
-                assert process.stdin is not None
-                process.stdin.write("measure\n")
-                process.stdin.flush()
-                for step, milliseconds in json.loads(_read_line(process.stdout)).items():
+                for step, milliseconds in ask(process, "measure").items():
                     times[name].setdefault(step, []).append(milliseconds)
-        for process in processes.values():
-            process.communicate()
     write_result(
         {
             "command": _command(f"documents --count {count} --turns {turns}", base),
@@ -170,12 +172,16 @@ def _read_line(stream: IO[str] | None) -> str:
 
 
 def _compared(times: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any]:
-    """Return the medians of each step in both trees and their ratio, and print them."""
+    """Return the median of each step in both trees, and the median of the ratios of the turns. Print them.
+
+    The two measurements of a turn are adjacent, so a machine that becomes slower between turns does not change a ratio.
+    """
     steps = {}
     for step, here in times["here"].items():
-        medians = median(times["base"][step]), median(here)
-        steps[step] = {"base": medians[0], "here": medians[1], "ratio": medians[1] / medians[0]}
-        print_notice(f"{step:24}  {medians[0]:8.4g}  {medians[1]:8.4g}  {medians[1] / medians[0]:.3f}")
+        base = times["base"][step]
+        ratio = median(after / before for before, after in zip(base, here, strict=True))
+        steps[step] = {"base": median(base), "here": median(here), "ratio": ratio}
+        print_notice(f"{step:24}  {median(base):8.4g}  {median(here):8.4g}  {ratio:.3f}")
     return {"turns": len(here), "steps": steps}
 
 

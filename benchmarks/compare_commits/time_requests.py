@@ -1,0 +1,78 @@
+"""Times the first token and ingestion, one step for each line that it reads. `compare_commits` runs it in each tree.
+
+A line names a step of STEPS. The workloads are those of `ragblend bench ttft --shape llama-50m` and of
+`benchmarks.ingest`, on one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+
+from benchmarks.ingest import prefill_only
+from ragblend.engine.store.open import open_store
+from ragblend.engine.store.tiered import MemoryStore
+from ragblend.ingestion.contexts import chunk_variants
+from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads, vocab_size
+from ragblend.options import ContextPolicy, Mode
+from ragblend.precompute import precompute_chunks
+
+SHAPE, CHUNK_TOKENS, RATIO = "llama-50m", 512, 0.05
+REQUESTS: tuple[tuple[Mode, str], ...] = (
+    ("full", "auto"),
+    ("prefix", "auto"),
+    ("reuse", "auto"),
+    ("blend", "ask"),
+    ("blend", "cacheblend"),
+)
+POLICIES: tuple[ContextPolicy, ...] = ("none", "neutral")
+STEPS = (*(f"{mode} {rule}" for mode, rule in REQUESTS), "prefill", *(f"ingest {policy}" for policy in POLICIES))
+
+
+def main() -> None:
+    """Print a line when the chunks are stored, and a line of JSON per measurement, in seconds."""
+    with (
+        torch_threads(1),
+        open_directory() as directory,
+        engine_for(SHAPE, MemoryStore(1 << 40)) as engine,
+        engine_for(SHAPE, open_store(directory / "kv", memory_gib=0)) as ingesting,
+    ):
+        chunks, [prompt] = make_prompts(6, CHUNK_TOKENS, 32, 1, vocab_size(engine))
+        for chunk in chunks:
+            engine.precompute(chunk)
+
+        def request(mode: Mode, rule: str) -> float:
+            result = engine.generate(prompt, mode=mode, rule=rule, recompute_ratio=RATIO, max_tokens=1)
+            return result.report.ttft_s
+
+        def prefill() -> float:
+            start_s = perf_counter()
+            prefill_only(ingesting, chunks[:4])
+            return perf_counter() - start_s
+
+        def ingest(policy: ContextPolicy) -> float:
+            variants = chunk_variants(chunks[:4], policy)
+            start_s = perf_counter()
+            precompute_chunks(variants, ingesting)
+            seconds = perf_counter() - start_s
+            for variant in variants:
+                ingesting.forget(variant)
+            return seconds
+
+        steps: dict[str, Callable[[], float]] = {
+            **{f"{mode} {rule}": partial(request, mode, rule) for mode, rule in REQUESTS},
+            "prefill": prefill,
+            **{f"ingest {policy}": partial(ingest, policy) for policy in POLICIES},
+        }
+        for step in steps.values():
+            step()
+        print("stored", flush=True)
+        for line in sys.stdin:
+            print(json.dumps(steps[line.strip()]()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
