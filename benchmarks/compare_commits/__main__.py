@@ -7,7 +7,7 @@
 
 The commit is checked out beside this tree, and both run in the same environment. `requests`: 48 requests, whose first
 logits and whole KV are compared byte for byte. `times`: what `ragblend bench ttft` and `benchmarks.ingest` time.
-`documents`: the steps of `benchmarks.many_documents` in turns, over two stores of as many documents. Each command runs
+`documents`: the steps of `benchmarks.many_documents`, over two stores of as many documents. Each command runs
 with the classes of its tree, so the commit must be recent enough to have them.
 """
 
@@ -27,7 +27,7 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from benchmarks.compare_commits.time_requests import STEPS
+from benchmarks.compare_commits import time_documents, time_requests
 from benchmarks.results import ModelOption, OutOption, write_result
 from ragblend.cli.printing import print_notice
 from ragblend.lab.bench.common.configs import QualityConfig
@@ -77,14 +77,6 @@ def started_in_both_trees(base: str, program: str, *arguments: str) -> Iterator[
             process.communicate()
 
 
-def ask(process: subprocess.Popen[str], line: str) -> Any:
-    """Write a line to a process. Return the JSON that it prints."""
-    assert process.stdin is not None
-    process.stdin.write(f"{line}\n")
-    process.stdin.flush()
-    return json.loads(_read_line(process.stdout))
-
-
 def run_json(tree: Path, *arguments: str) -> Any:
     """Run Python with the packages of `tree`. Return the JSON that it prints. Raises SystemExit if it fails."""
     with start(tree, *arguments) as process:
@@ -126,38 +118,54 @@ def compare_requests(
 
 
 @app.command("times")
-def compare_times(base: BaseOption, turns: TurnsOption = 20, out: OutOption = None) -> None:
+def compare_times(base: BaseOption, turns: TurnsOption = 12, out: OutOption = None) -> None:
     """Compare the time to first token in each mode, prefill and ingestion. The two trees take turns at each step."""
-    times: dict[str, dict[str, list[float]]] = {"base": {}, "here": {}}
     with started_in_both_trees(base, "time_requests.py") as processes:
-        for step in STEPS * turns:
-            for name, process in processes.items():
-                times[name].setdefault(step, []).append(ask(process, step))
-    write_result({"command": _command(f"times --turns {turns}", base), **_compared(times)}, out)
+        steps = time_in_turns(processes, time_requests.STEPS, turns)
+    write_result({"command": _command(f"times --turns {turns}", base), "turns": turns, "steps": steps}, out)
 
 
 @app.command("documents")
 def compare_documents(
     base: BaseOption,
     count: Annotated[int, typer.Option("--count", min=1000, help="Documents in each store.")] = 100_000,
-    turns: TurnsOption = 4,
+    turns: TurnsOption = 30,
     out: OutOption = None,
 ) -> None:
-    """Compare the steps of `benchmarks.many_documents` in turns."""
-    times: dict[str, dict[str, list[float]]] = {"base": {}, "here": {}}
+    """Compare the steps of `benchmarks.many_documents`. The two trees take turns at each step."""
     with started_in_both_trees(base, "time_documents.py", str(count)) as processes:
-        for _ in range(turns):
-            for name, process in processes.items():
-                for step, milliseconds in ask(process, "measure").items():
-                    times[name].setdefault(step, []).append(milliseconds)
-    write_result(
-        {
-            "command": _command(f"documents --count {count} --turns {turns}", base),
-            "num_documents": count,
-            **_compared(times),
-        },
-        out,
-    )
+        steps = time_in_turns(processes, time_documents.STEPS, turns)
+    command = _command(f"documents --count {count} --turns {turns}", base)
+    write_result({"command": command, "num_documents": count, "turns": turns, "steps": steps}, out)
+
+
+def time_in_turns(
+    processes: Mapping[str, subprocess.Popen[str]], steps: Sequence[str], turns: int
+) -> dict[str, dict[str, float]]:
+    """Return the median of each step in both trees, and the median of the ratios of the turns. Print them.
+
+    The two measurements of a turn are adjacent, so a machine that becomes slower between turns does not change a ratio.
+    """
+    compared = {}
+    for step in steps:
+        times: list[tuple[float, float]] = []
+        for turn in range(turns):
+            order = ("base", "here") if turn % 2 else ("here", "base")
+            taken = {name: _ask(processes[name], step) for name in order}
+            times.append((taken["base"], taken["here"]))
+        base, here = (median(each) for each in zip(*times, strict=True))
+        ratio = median(here / base for base, here in times)
+        compared[step] = {"base": base, "here": here, "ratio": ratio}
+        print_notice(f"{step:24}  {base:8.4g}  {here:8.4g}  {ratio:.3f}")
+    return compared
+
+
+def _ask(process: subprocess.Popen[str], line: str) -> Any:
+    """Write a line to a process. Return the JSON that it prints."""
+    assert process.stdin is not None
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    return json.loads(_read_line(process.stdout))
 
 
 def _command(arguments: str, base: str) -> str:
@@ -169,20 +177,6 @@ def _read_line(stream: IO[str] | None) -> str:
     if line := stream.readline():
         return line
     raise SystemExit("a process ended before it was measured")
-
-
-def _compared(times: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any]:
-    """Return the median of each step in both trees, and the median of the ratios of the turns. Print them.
-
-    The two measurements of a turn are adjacent, so a machine that becomes slower between turns does not change a ratio.
-    """
-    steps = {}
-    for step, here in times["here"].items():
-        base = times["base"][step]
-        ratio = median(after / before for before, after in zip(base, here, strict=True))
-        steps[step] = {"base": median(base), "here": median(here), "ratio": ratio}
-        print_notice(f"{step:24}  {median(base):8.4g}  {median(here):8.4g}  {ratio:.3f}")
-    return {"turns": len(here), "steps": steps}
 
 
 if __name__ == "__main__":
