@@ -258,7 +258,13 @@ class ThrottledStore(TieredStore):
 
     def get(self, key: str, token_ids: Sequence[int] | None = None) -> ChunkKV | None:
         """Return the entry, whose layers are read at the throttled speed; None for a miss."""
-        kv = super().get(key, token_ids)
+        return self._throttled(super().get(key, token_ids))
+
+    def get_local(self, key: str, token_ids: Sequence[int] | None, fetched: Mapping[str, ChunkKV]) -> ChunkKV | None:
+        """Return the entry as `get` does. vLLM's worker calls this method."""
+        return self._throttled(super().get_local(key, token_ids, fetched))
+
+    def _throttled(self, kv: ChunkKV | None) -> ChunkKV | None:
         if kv is None:
             return None
         throttled = _ThrottledKV(kv, self._throttle)

@@ -174,6 +174,8 @@ def measure(
                             raise RagblendError(
                                 f"only {answer.report.num_chunk_hits} of {config.num_chunks} stored chunks were hits"
                             )
+                        if name == SIDES[2] and answer.report.stall_s < read_s:
+                            raise RagblendError(f"the blend waited only {answer.report.stall_s:.3g} s for the slow store")
                     else:
                         time.sleep(alone_s)
                 side.gaps_s += stream.gaps_between()
