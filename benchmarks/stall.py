@@ -175,7 +175,9 @@ def measure(
                                 f"only {answer.report.num_chunk_hits} of {config.num_chunks} stored chunks were hits"
                             )
                         if name == SIDES[2] and answer.report.stall_s < read_s:
-                            raise RagblendError(f"the blend waited only {answer.report.stall_s:.3g} s for the slow store")
+                            raise RagblendError(
+                                f"the blend waited only {answer.report.stall_s:.3g} s for the slow store"
+                            )
                     else:
                         time.sleep(alone_s)
                 side.gaps_s += stream.gaps_between()
