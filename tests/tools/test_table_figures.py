@@ -57,9 +57,7 @@ def speed() -> Iterator[tuple[str, str]]:
 
 def closeness() -> Iterator[tuple[str, str]]:
     """Yield pages and rows of SmolLM2's closeness to full prefill, and of its answers."""
-    nq = quality("quality-nq-200")
-    nq |= {key: run for key, run in quality("quality-nq-200-cacheblend").items() if key[0] == "cacheblend"}
-    for key, run in nq.items():
+    for key, run in quality("quality-nq-200").items():
         kl = "0" if key == ("none", 1.0) else interval(run, "first_token_kl", 3)
         contains = f"{run['contains_answer']:.3f}"
         modes = {1.0: "full prefill", 0.0: "full reuse"}
