@@ -15,6 +15,7 @@ from time import perf_counter
 from benchmarks.ingest import prefill_only
 from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import MemoryStore
+from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import chunk_variants
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads, vocab_size
 from ragblend.options import ContextPolicy, Mode
@@ -56,8 +57,10 @@ def main() -> None:
         def ingest(policy: ContextPolicy) -> float:
             variants = chunk_variants(chunks[:4], policy)
             start_s = perf_counter()
-            precompute_chunks(variants, ingesting)
+            report = precompute_chunks(variants, ingesting)
             seconds = perf_counter() - start_s
+            if report.num_new_kv != len(variants):
+                raise RagblendError(f"{report.num_new_kv} of {len(variants)} chunks were new: the store was not empty")
             for variant in variants:
                 ingesting.forget(variant)
             return seconds
