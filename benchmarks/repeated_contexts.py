@@ -1,4 +1,4 @@
-"""Whether the fused KV of a context is worth storing (CacheBlend, section 6): how often contexts repeat, what it saves.
+"""Whether the fused KV of a context is worth storing: how often contexts repeat, what it saves.
 
     python -m benchmarks.repeated_contexts --model MODEL --out FILE
 
