@@ -2,9 +2,9 @@
 
     python -m benchmarks.figures 12 --model MODEL --data musique --out FILE.json --plot FILE.png
 
-Each takes about a minute on one CPU core with its defaults: the embedded model for figures of quality and attention,
-random weights for figures of time. Figure 14 needs an environment with vLLM. `docs/paper.md` compares the paper's
-figures with these.
+Each takes a minute, 15b one and a half, on one CPU core with its defaults: the embedded model for figures of quality
+and attention, random weights for figures of time. Figure 14 needs an environment with vLLM, and takes eight minutes.
+`docs/paper.md` compares the paper's figures with these.
 """
 
 from __future__ import annotations

@@ -219,9 +219,9 @@ def device_times(
 
 
 FIGURES: dict[str, Figure] = {
-    "2": Figure(figure_2, {"num_chunks": 12, "num_questions": 16}),
+    "2": Figure(figure_2, {"num_chunks": 12, "num_questions": 8}),
     "12": Figure(figure_12, {"num_questions": 40}),
     "13": Figure(figure_13, {"num_questions": 24}),
     "16": Figure(figure_16, {"num_questions": 40}),
-    "17": Figure(figure_17, {"num_questions": 24}),
+    "17": Figure(figure_17, {"num_questions": 12}),
 }
