@@ -41,7 +41,7 @@ demo: $(STAMP)  ## ingest a small corpus with the embedded model and answer from
 
 check: lint  ## style, types, floors of imports, secrets in the source
 
-test: $(STAMP)  ## five minutes on two cores: what the README says and the laws of every folder, with lint beside it
+test: $(STAMP)  ## five to eight minutes on two cores: what the README says and the laws of every folder, with lint beside it
 	@$(MAKE) --no-print-directory --jobs=2 lint pytest
 
 pytest: $(STAMP)
