@@ -6,7 +6,8 @@ The kinds are MuSiQue and NQ-open (reported questions, six chunks), and three re
 definitions of RULER (Hsieh et al., 2024) over the texts of the sample corpus: several values of one key, one of several
 keys, and variable tracking, in prompts of 2,000 and 4,000 tokens. Each question is answered by full prefill, and from
 chunks stored alone and after the neutral text by full reuse, EPIC, ProphetKV, CacheBlend's rule and the default rule.
-A run that is interrupted goes on with the same command. Read `study_configurations` and `recall_case` first.
+A run that is interrupted goes on with the same command, which also measures the configurations that a question lacks.
+Read `study_configurations` and `recall_case` first.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ NUM_VALUES, NUM_KEYS, NUM_VARIABLES = 4, 4, 5
 
 def study_configurations() -> list[Configuration]:
     """Return full prefill; all rules over chunks stored alone; the default rule and CacheBlend's after neutral text."""
-    published = [REUSE, *_blends("epic", 0.15), *_blends("prophetkv", 0.05, 0.15), *_blends("cacheblend", 0.15)]
-    default = [REUSE, *_blends("cacheblend", 0.15), *_blends("ask", 0.05, 0.15, 0.3)]
+    others = [*_blends("epic", 0.15), *_blends("prophetkv", 0.05, 0.15)]
+    in_both = [REUSE, *_blends("cacheblend", 0.15), *_blends("ask", 0.05, 0.15, 0.3)]
     return [
         FULL,
-        *(each._replace(context="none") for each in (*published, *_blends("ask", 0.05, 0.15))),
-        *(each._replace(context="neutral") for each in default),
+        *(each._replace(context="none") for each in (*others, *in_both)),
+        *(each._replace(context="neutral") for each in in_both),
     ]
 
 
@@ -191,19 +192,24 @@ def main(
     done: list[dict[str, Any]] = []
     if out is not None and out.exists():
         done = json.loads(out.read_text(encoding="utf-8"))["questions"]
-    known = {(each["task"], each["question"]) for each in done}
+    known = {(each["task"], each["question"]): each for each in done}
     with load_engine(model, dtype=dtype, on_miss="inline") as base, torch.inference_mode():
         if not isinstance(base, TransformersEngine):
             raise UsageError(f"--model is {model!r}; give one that transformers runs here")
         for task, case, prompt in study_cases(base, tasks.split(","), questions, split_counts(tokens), config):
-            if (task, case.question) in known:
+            question = known.get((task, case.question), {"task": task, "question": case.question, "rows": []})
+            rows = question["rows"]
+            measured = {Configuration(*(row[name] for name in Configuration._fields)) for row in rows}
+            lacking = [each for each in study_configurations() if each not in measured]
+            if not lacking:
                 continue
             add_control_rules([run.start for run in base.request(prompt).prompt.runs])
-            records, num_tokens = measure_prompt(
-                base, prompt, case, study_configurations(), case.answer_tokens(config.answer_tokens)
+            records, question["prompt_tokens"] = measure_prompt(
+                base, prompt, case, list(dict.fromkeys((FULL, *lacking))), case.answer_tokens(config.answer_tokens)
             )
-            rows = [{**each._asdict(), **record._asdict()} for each, record in records.items()]
-            done.append({"task": task, "question": case.question, "prompt_tokens": num_tokens, "rows": rows})
+            rows += [{**each._asdict(), **records[each]._asdict()} for each in lacking]
+            if question not in done:
+                done.append(question)
             if out is not None:
                 write_result(_result(model, dtype, done), out)
             print_line(f"{task}: {sum(each['task'] == task for each in done)} questions")
@@ -222,12 +228,14 @@ def main(
 
 
 def _result(model: str, dtype: str, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object: all rows, and the means of the configurations in which every question is measured."""
     records: dict[Configuration, list[QualityRecord]] = {}
     for question in questions:
         for row in question["rows"]:
             values = dict(row)
             configuration = Configuration(*(values.pop(name) for name in Configuration._fields))
             records.setdefault(configuration, []).append(QualityRecord(**values))
+    records = {each: found for each, found in records.items() if len(found) == len(questions)}
     kinds = [question["task"] for question in questions]
     return {
         "model": Path(model).name,

@@ -43,7 +43,6 @@ from ragblend.engine.report import Generation
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.engine.vllm.base_engine import VllmEngineBase
 from ragblend.errors import UsageError
-from ragblend.ingestion.contexts import chunk_variants
 from ragblend.intervals import mean_interval
 from ragblend.lab.bench.common.configs import PromptConfig, QualityConfig
 from ragblend.lab.bench.common.shapes import SHAPES
@@ -54,7 +53,7 @@ from ragblend.lab.quality.data import build_prompt, load_cases
 from ragblend.lab.quality.measures import score_fidelity, token_log_probs
 from ragblend.lab.quality.study import answer_in_full
 from ragblend.lab.quality.tasks import QaCase
-from ragblend.prompt.types import Prompt, as_chunk
+from ragblend.prompt.types import Prompt
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -139,35 +138,36 @@ def answers(
     questions: Annotated[int, typer.Option("--questions", help="Questions, at most.")] = 40,
     ratios: Annotated[str, typer.Option("--ratios", help="Refine ratios, comma-separated.")] = "0.2",
     resume: Annotated[bool, typer.Option("--resume", help="Keep the questions that the file has.")] = False,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
     threads: Annotated[int, typer.Option("--threads", help="Compute threads.")] = 1,
     out: OutOption = None,
 ) -> None:
     """Measure the closeness of refined answers to full prefill, on real questions."""
     quiet_libraries()
     set_num_threads(threads)
-    config = QualityConfig(model=model, data=data, part=split, num_questions=questions)
+    config = QualityConfig(model=model, data=data, part=split, num_questions=questions, dtype=dtype)
     records = []
     if resume and out is not None and out.exists():
         records = [Closeness(**record) for record in json.loads(out.read_text(encoding="utf-8"))["records"]]
     done = {record.question for record in records}
-    with load_engine(model, dtype="float32", on_miss="inline") as base, torch.inference_mode():
+    with load_engine(model, dtype=dtype, on_miss="inline") as base, torch.inference_mode():
         if not isinstance(base, TransformersEngine):
             raise UsageError(f"--model is {model!r}; give one that transformers runs here")
-        context, embedder = base.default_context, default_embedder()
+        embedder = default_embedder()
         for number, case in enumerate(load_cases(config)):
             if number in done:
                 continue
             prompt = build_prompt(case, base, embedder, config)
-            engine = with_own_store(base, system=case.system, context=context)
-            for variant in chunk_variants(map(as_chunk, prompt.chunks), context):
-                engine.precompute(variant)
+            engine = with_own_store(base, system=case.system, context="none")
+            for chunk in prompt.chunks:
+                engine.precompute(chunk)
             records += measure_answers(
                 engine, prompt, case, number, split_numbers(ratios), case.answer_tokens(config.answer_tokens)
             )
             gc.collect()  # the question's engine is a reference cycle, which holds gigabytes of KV
             facts = {
                 "command": "benchmarks.refinement answers",
-                "config": config.as_dict() | {"context": context, "ratios": split_numbers(ratios)},
+                "config": config.as_dict() | {"ratios": split_numbers(ratios)},
                 "runs": summarize(records),
                 "records": [record._asdict() for record in records],
             }

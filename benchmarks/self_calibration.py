@@ -26,7 +26,6 @@ from ragblend.corpus.documents import Document
 from ragblend.engine.load import load_engine
 from ragblend.engine.transformers.engine import TransformersEngine
 from ragblend.errors import UsageError
-from ragblend.ingestion.contexts import chunk_variants
 from ragblend.ingestion.report import ignore_progress
 from ragblend.ingestion.self_calibration import calibrate_on_chunks, make_prompts
 from ragblend.lab.bench.common.configs import QualityConfig
@@ -59,11 +58,11 @@ def main(
     with load_engine(model, dtype=dtype, on_miss="inline") as base, torch.inference_mode():
         if not isinstance(base, TransformersEngine):
             raise UsageError(f"--model is {model!r}; give one that transformers runs here")
-        engine = with_own_store(base, system=SYSTEM, context=base.default_context)
+        engine = with_own_store(base, system=SYSTEM, context="none")
         prompts = make_prompts(passage_chunks(base, config), SYSTEM)
         wanted = dict.fromkeys(chunk for prompt in prompts for chunk in prompt.chunks)
-        for variant in chunk_variants(wanted, engine.context):
-            engine.precompute(variant)
+        for chunk in wanted:
+            engine.precompute(chunk)
         start_s = perf_counter()
         calibration = calibrate_on_chunks(prompts, engine, ignore_progress)
         seconds = perf_counter() - start_s

@@ -244,7 +244,7 @@ class LoadOptions(TierOptions):
     )
     context: ContextPolicy | None = option(
         None,
-        "Context policy: none, or neutral (prefill also after a neutral text). Default: the store's or the model's.",
+        "Context policy: none, or neutral (prefill also after a neutral text). Default: the store's, or none.",
         CONTEXT,
     )
     auto_profile: bool | None = option(

@@ -84,9 +84,9 @@ def questions_of(work: Workload, base: TransformersEngine) -> list[Question]:
 
 
 def own_default(base: TransformersEngine) -> Configuration:
-    """Return ragblend's default for this model: rule `ask` at its ratio, over chunks in the default context."""
+    """Return ragblend's default for this model: rule `ask` at its ratio, over chunks stored alone."""
     rule = find_rule("auto", base.layers.num_layers)
-    return Configuration("blend", rule.name, rule.ratio, base.default_context)
+    return Configuration("blend", rule.name, rule.ratio)
 
 
 def compared(base: TransformersEngine) -> list[Configuration]:

@@ -18,7 +18,6 @@ from typing import Any, Literal, NoReturn, Self
 
 from ragblend.catalog.ledger import open_ledger
 from ragblend.engine.deletions import record_entries_on_put, run_deletions, schedule_deletions
-from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.engine.matching import open_known_chunks
 from ragblend.engine.no_reuse_warnings import NoReuseWarnings
 from ragblend.engine.report import ShadowCounters
@@ -33,18 +32,6 @@ from ragblend.prompt.render import Renderer
 from ragblend.prompt.types import ChunkRun, MatchedPrompt, Part, Prompt, as_chunk
 
 log = logging.getLogger(__name__)
-
-
-def default_context_policy(num_layers: int) -> ContextPolicy:
-    """Return the context policy of a store for which none is configured or stored.
-
-    A model of at least DEEP_MODEL_LAYERS layers gets "neutral", which is closer to full prefill on real questions than
-    "none" (`ragblend bench quality --contexts`, docs/fidelity.md). Other models, which were not measured, get "none".
-
-    >>> default_context_policy(32), default_context_policy(5)
-    ('neutral', 'none')
-    """
-    return "neutral" if num_layers >= DEEP_MODEL_LAYERS else "none"
 
 
 class EngineBase:
@@ -169,7 +156,7 @@ class LocalEngine(EngineBase, ABC):
     Subclasses prefill and answer. `on_miss` is for chunks of a prompt that are not in the store. "store" precomputes
     such a chunk alone, in the background, for later requests. "inline" computes the chunk's KV for this request only.
     `context`: the store's context policy (see `store.keys`). None is the policy that the store has recorded, or else
-    the default for `num_layers` layers.
+    "none".
     """
 
     def __init__(
@@ -191,8 +178,7 @@ class LocalEngine(EngineBase, ABC):
             CONTEXT.validate("context", context)
         policy = context or store.read_context_policy()
         self.num_layers = num_layers
-        self.default_context = default_context_policy(num_layers)
-        self.context: ContextPolicy = policy or self.default_context
+        self.context: ContextPolicy = policy or "none"
         self._knows_context = policy is not None
         self.neutral_ids = renderer.neutral_ids
         self._stores_missing = on_miss == "store"

@@ -25,10 +25,10 @@ def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> Non
     """Set the engine's context policy to `requested`, and record the policy in the store.
 
     The policy says which variants of a chunk are stored, see `chunk_variants`. `requested` None: keep the engine's
-    policy; the default policy "none" is then not recorded. Raises UsageError for the policy "none" if the store has
+    policy; "none" is then not recorded. Raises UsageError for the policy "none" if the store has
     recorded "neutral", because only some chunks of the store would then have neutral variants.
     """
-    if requested is None and engine.context == engine.default_context == "none":
+    if requested is None and engine.context == "none":
         return
     policy, recorded = CONTEXT.validate("context", requested or engine.context), engine.store.read_context_policy()
     if recorded not in (None, "none", policy):

@@ -39,7 +39,7 @@ RATIOS = (0.05, 0.15, 0.3, 0.5)
 # Qwen2.5-Coder-1.5B (`python -m benchmarks.self_calibration`, data/results/self-calibration-*.json).
 MAX_KL = 0.025
 
-MAX_COST = 0.2  # of the tokens that the store has prefilled; below it, a small store waits until it is larger
+MAX_COST = 0.4  # of the tokens that the store has prefilled; below it, a small store waits until it is larger
 _QUOTED_WORDS = 6  # of a sentence; with most tokenizers too few to be matched as a part of a stored chunk
 
 

@@ -27,7 +27,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ragblend.engine.base import default_context_policy
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.transformers.checkpoints import find_model
 from ragblend.engine.transformers.model import load_tokenizer
@@ -167,9 +166,8 @@ class ServerResources:
 
     @property
     def context(self) -> ContextPolicy:
-        """Return the context policy of documents: the configured one, else the store's, else the model's default."""
-        default = default_context_policy(self._checkpoint.num_layers)
-        return self.config.context or self._stored_context() or default
+        """Return the context policy of documents: the configured one, else the store's, else "none"."""
+        return self.config.context or self._stored_context() or "none"
 
     def _stored_context(self) -> ContextPolicy | None:
         try:
@@ -216,7 +214,7 @@ class ServerResources:
         """Return the lookup of the chunks in prompts, as vLLM's scheduler has it in its own process."""
         disk = self.store.find_tier(DiskStore)
         assert disk is not None
-        return ChunkLookup(disk, self.config, self._fingerprint, self._checkpoint.num_layers, self.renderer)
+        return ChunkLookup(disk, self.config, self._fingerprint, self.renderer)
 
     def make_engine(self, client: Any, loop: asyncio.AbstractEventLoop, namespace: str) -> FrontEndEngine:
         """Return an engine that ingests documents of a namespace with vLLM's `client`, which runs on `loop`."""

@@ -39,6 +39,13 @@ def test_the_study_goes_on_where_it_stopped(tmp_path, monkeypatch):
     rows = {each["rule"]: each for each in before["questions"][0]["rows"]}
     assert rows["prophetkv"]["first_token_kl"] == pytest.approx(0, abs=1e-4)
     assert rows["epic"]["first_token_kl"] > 1e-4
+    chosen.append(Configuration("blend", "ask", 1.0))
+    main(**run, questions=1, threads=1)
+    after = json.loads(out.read_text())
+    for old, new in zip(before["questions"], after["questions"], strict=True):
+        *same, added = new["rows"]
+        assert (same, added["rule"]) == (old["rows"], "ask")
+    assert {each["rule"] for each in after["runs"]} == {"none", "epic", "prophetkv", "ask"}
     monkeypatch.setattr(quality_1_5b, "measure_prompt", None)  # no question is measured twice
     main(**run, questions=1, threads=1)
-    assert json.loads(out.read_text())["questions"] == before["questions"]
+    assert json.loads(out.read_text())["questions"] == after["questions"]

@@ -216,7 +216,7 @@ def test_a_vllm_scheduler_started_during_an_outage_finds_chunks_after_it(own_ser
         engine.precompute(text)
         renderer, ids = engine.renderer, (*engine.renderer.chunk_ids(text), 1)
     disk = DiskStore(tmp_path, catalog=own_server.url)
-    with closing(ChunkLookup(disk, ConnectorConfig(store=str(tmp_path)), "model", 2, renderer)) as lookup:
+    with closing(ChunkLookup(disk, ConnectorConfig(store=str(tmp_path)), "model", renderer)) as lookup:
         own_server.stop()
         assert lookup.candidate_keys(ids, "") == []
         own_server.start()

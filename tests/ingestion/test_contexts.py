@@ -61,7 +61,7 @@ def test_neutral_variants_are_stored_once_remembered_and_used(docs, opened):
     ]  # fmt: skip
 
 
-def test_the_default_context_is_neutral_for_deep_models_only(docs, opened, deep_model, tmp_path):
+def test_chunks_are_stored_alone_unless_the_store_has_another_context(docs, opened, tmp_path):
     prompt = Prompt([TEXTS[name] for name in ("bell", "kern", "moss")], "Who?")
 
     def contexts_of(engine: TransformersEngine) -> list[str]:
@@ -70,26 +70,19 @@ def test_the_default_context_is_neutral_for_deep_models_only(docs, opened, deep_
         return [chunk.context for chunk in chunks]
 
     url = f"file://{tmp_path}/shared"
-    with load_engine(deep_model, tmp_path / "deep", remote=url, on_miss="inline") as engine:
-        assert bring_in(docs, engine, chunk_size=200).num_new_kv == 8
-        assert engine.store.read_context_policy() == "neutral"
-        assert contexts_of(engine) == ["none", "neutral", "neutral"]
-    with load_engine(deep_model, tmp_path / "replica", remote=url, on_miss="inline") as engine:
-        assert contexts_of(engine) == ["none", "neutral", "neutral"]  # read from the store
-    with load_engine(deep_model, tmp_path / "none", context="none", on_miss="inline") as engine:
-        assert bring_in(docs, engine, chunk_size=200).num_new_kv == 4
-        assert engine.store.read_context_policy() == "none"
-    with load_engine(deep_model, tmp_path / "none", on_miss="inline") as engine:
-        assert contexts_of(engine) == ["none"] * 3
-        assert {engine.key(text) for text in prompt.chunks} == set(engine.likely_keys(prompt.chunks))
-        with open_engine_index(docs.parent / "kv", engine, create=False) as index:
-            assert precompute_index(engine, index).num_new_kv == 0, "the context none was requested"
-            assert precompute_index(engine, index, context="neutral").num_new_kv == 4
-        assert engine.store.read_context_policy() == "neutral"
-    with open_index(docs.parent / "kv") as index:
-        index.clear()
-    engine = opened()
-    assert (bring_in(docs, engine).num_new_kv, engine.store.read_context_policy()) == (4, None)
+    first, again = (opened(remote=url, on_miss="inline") for _ in range(2))
+    assert (bring_in(docs, first).num_new_kv, first.store.read_context_policy()) == (4, None)
+    assert contexts_of(first) == ["none"] * 3
+    assert {first.key(text) for text in prompt.chunks} == set(first.likely_keys(prompt.chunks))
+    with open_engine_index(docs.parent / "kv", first, create=False) as index:
+        assert precompute_index(first, index, context="neutral").num_new_kv == 4
+    assert first.store.read_context_policy() == "neutral"
+    assert contexts_of(again) == ["none"] * 3, "an engine reads the context when it is loaded"
+    assert contexts_of(opened(remote=url, on_miss="inline")) == ["none", "neutral", "neutral"]
+    first.store.flush()
+    assert contexts_of(opened("empty", remote=url, on_miss="inline")) == ["none"] * 3
+    configured = opened("empty", remote=url, on_miss="inline", context="neutral")
+    assert contexts_of(configured) == ["none", "neutral", "neutral"]
 
 
 def test_a_chunk_that_only_fits_without_the_neutral_text_is_stored_alone(docs, opened):

@@ -104,7 +104,6 @@ def test_a_servers_documents_say_it_to_its_clients(full_redis, tmp_path):
         remove_documents=lambda *_: 0,
         store=SimpleNamespace(find_tier=lambda kind: None),
         context="none",
-        default_context="none",
     )
     report = precompute_documents([A], server, ids=["a"])
     assert [failure.reason for failure in report.failures] == [reason["reason"]]

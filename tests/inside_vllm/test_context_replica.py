@@ -1,5 +1,4 @@
-"""A vLLM with an empty disk finds variants of chunks in a shared remote tier: those of its configured policy, and those
-that are the default for its model."""
+"""A vLLM with an empty disk finds variants of chunks in a shared remote tier: those of its configured policy."""
 
 import pytest
 from harness import SIZES, SMALL
@@ -8,7 +7,6 @@ from tiny_models import FAMILIES, make_model
 from tiny_prompts import CHUNKS
 
 from ragblend import Prompt, load_engine
-from ragblend.engine.fusion.rules import DEEP_MODEL_LAYERS
 from ragblend.precompute import ingest
 
 pytestmark = pytest.mark.timeout(600)
@@ -16,27 +14,21 @@ TEXTS = [chunk.text for chunk in CHUNKS]
 
 
 @pytest.fixture
-def make_checkpoint(make_tokenizer, tmp_path):
-    """Function from a number of layers to the folder of a random model."""
-
-    def make(num_layers: int) -> str:
-        model_class, changes = FAMILIES["llama"]
-        sizes = {"num_hidden_layers": num_layers, "max_position_embeddings": 4096}
-        make_model(model_class, **{**SIZES, **changes, **sizes}).save_pretrained(tmp_path / "model")
-        make_tokenizer().save_pretrained(tmp_path / "model")
-        return str(tmp_path / "model")
-
-    return make
+def model(make_tokenizer, tmp_path):
+    """Folder of a random model whose context length has space for the neutral text."""
+    model_class, changes = FAMILIES["llama"]
+    sizes = {**SIZES, **changes, "max_position_embeddings": 4096}
+    make_model(model_class, **sizes).save_pretrained(tmp_path / "model")
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
 
 
-@pytest.mark.parametrize("configured", ["neutral", None])
-def test_a_replica_with_an_empty_disk_finds_versions(configured, make_checkpoint, tmp_path):
+def test_a_replica_with_an_empty_disk_finds_versions(model, tmp_path):
     url = f"file://{tmp_path}/shared"
-    model = make_checkpoint(DEEP_MODEL_LAYERS if configured is None else DEEP_MODEL_LAYERS - 1)
     (tmp_path / "docs").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "docs" / f"{number}.txt").write_text(text)
-    options = {"dtype": "float32", "remote": url, "context": configured, "on_miss": "inline"}
+    options = {"dtype": "float32", "remote": url, "context": "neutral", "on_miss": "inline"}
     with load_engine(model, tmp_path / "first", **options) as ours:
         ingest(tmp_path / "docs", ours, tmp_path / "index", chunk_size=64, embedder="hashing")
         ours.store.flush()

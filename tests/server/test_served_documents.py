@@ -190,7 +190,7 @@ def test_a_document_too_long_for_one_request_is_sent_in_parts(tmp_path, server, 
 
     engine = server.engine()
     client: Any = SimpleNamespace(
-        bytes_per_token=1, renderer=engine.renderer, name="demo", context="none", default_context="none", namespace="",
+        bytes_per_token=1, renderer=engine.renderer, name="demo", context="none", namespace="",
         context_length=engine.context_length, check_not_forked=lambda: None, send_documents=send,
         remove_documents=lambda *_: 0, store=MemoryStore(0), refuse_context_change=None,
     )  # fmt: skip

@@ -374,7 +374,7 @@ class VllmClient(EngineBase):
         self.renderer: Any = ServerModelRenderer(facts, load_renderer)
         self.store = MemoryStore(0)  # empty, because the KV is on the server
         self.store.is_remote = True
-        self.context = self.default_context = facts.context
+        self.context = facts.context
         if context is not None:
             self.set_context_policy(context)
         self._sends_missing = on_miss == "store" and self.blends

@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,7 +112,6 @@ def run_quality(
     opened = load_engine(config.model, dtype=config.dtype, device=config.device, on_miss="inline")
     with opened as base, torch.inference_mode():
         assert isinstance(base, TransformersEngine)
-        config = replace(config, contexts=config.contexts or (base.default_context,))
         embedder = load_embedder(config.embedder) if config.embedder else default_embedder()
         cases = load_cases(config)
         chosen = configurations(config, base.layers.num_layers)

@@ -105,7 +105,7 @@ def test_a_request_changes_nothing_outside_its_namespace(tmp_path, sent):
     disk = DiskStore(tmp_path, fsync=False)
     disk.put_context_policy("none")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    lookup = ChunkLookup(disk, ConnectorConfig(store=str(tmp_path)), "model", num_layers=32)
+    lookup = ChunkLookup(disk, ConnectorConfig(store=str(tmp_path)), "model")
     try:
         lookup.start(PROMPT[:9], parse_params({"namespace": "acme", **sent}), asks_remote=False).result(10)
         assert lookup.context_policy() == "none"

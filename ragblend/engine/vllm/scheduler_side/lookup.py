@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import NamedTuple
 
 from ragblend.catalog.ledger import open_ledger
-from ragblend.engine.base import default_context_policy
 from ragblend.engine.matching import find_stored, find_variants, open_known_chunks, turn_ends
 from ragblend.engine.store.disk import DiskStore
 from ragblend.engine.store.format.keys import chunk_key
@@ -58,7 +57,7 @@ class ChunkLookup:
     """Finds the chunks in prompts, and the chunks' entries in `disk`.
 
     Only chunks whose token ids come from the tokenizer of `renderer` are found; without a renderer, none is.
-    `fingerprint` and `num_layers` are the model's. `close` ends the threads.
+    `fingerprint` is the model's. `close` ends the threads.
     """
 
     def __init__(
@@ -66,11 +65,10 @@ class ChunkLookup:
         disk: DiskStore,
         config: ConnectorConfig,
         fingerprint: str,
-        num_layers: int,
         renderer: Renderer | None = None,
     ) -> None:
         self._disk, self._config, self._fingerprint = disk, config, fingerprint
-        self._remembered, self._default = disk.read_context_policy(), default_context_policy(num_layers)
+        self._remembered = disk.read_context_policy()
         self._pool = ThreadPoolExecutor(NUM_LOOKUPS, thread_name_prefix="ragblend-lookup")
         self.prefix_ids = config.prefix_ids
         self._tail_ids: tuple[int, ...] = ()
@@ -112,14 +110,14 @@ class ChunkLookup:
             self._ledger.close()
 
     def context_policy(self) -> ContextPolicy:
-        """Return the context policy: the configured one, else the store's own, else the default for the model."""
+        """Return the context policy: the configured one, else the store's own, else "none"."""
         if self._config.context is not None:
             return self._config.context
         try:
             self._remembered = self._disk.read_context_policy()
         except RagblendError as error:  # the file was valid when the server started
             log.warning("%s", error)
-        return self._remembered or self._default
+        return self._remembered or "none"
 
     def _find(
         self, ids: Sequence[int], params: BlendParams, runs: tuple[ChunkRun, ...] | None, asks_remote: bool

@@ -132,7 +132,7 @@ class BlendScheduler:
         machine = read_machine_profile(root, self.fingerprint, hardware, store_key=key)
         self.loading = LoadingController(machine, self.store)
         self._filling: set[str] = set()  # requests whose context the workers fill
-        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, num_layers, self._load_renderer(model))
+        self._lookup = ChunkLookup(self.disk, config, self.fingerprint, self._load_renderer(model))
         self._cache_config = vllm_config.cache_config
         self.kv_cache_manager: Any = None  # vLLM's, once vLLM has passed it
         self._reuses = True

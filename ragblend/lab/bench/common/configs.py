@@ -202,8 +202,8 @@ class QualityConfig(BenchConfig):
     )
     contexts: Annotated[
         tuple[ContextPolicy, ...],
-        Option("--contexts", help="Context policies of stored chunks: none, neutral. Default: that of a new store."),
-    ] = ()
+        Option("--contexts", help="Context policies of stored chunks: none, neutral."),
+    ] = ("none",)
     embedder: Annotated[
         str | None, Option("--embedder", help="Embedder for retrieval: minilm, hashing, a Hugging Face id or a path.")
     ] = None
