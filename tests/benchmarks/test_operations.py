@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.operations import measure
 
-MOST = {  # operations a layer, and of each further chunk in 12 layers; host reads
-    True: {"full": (38.0, 0.0, 0), "reuse": (40.0, 0.0, 0), "ask": (70.0, 1.0, 2), "cacheblend": (40.0, 0.0, 2)},
-    False: {"full": (38.0, 0.0, 0), "reuse": (51.1, 0.0, 0), "ask": (125.6, 6.0, 2), "cacheblend": (57.1, 7.5, 2)},
+MOST = {  # operations a layer, and of each further chunk in 12 layers; host reads before the logits
+    True: {"full": (38.0, 0.0, 0), "reuse": (40.0, 0.0, 0), "ask": (70.0, 1.0, 0), "cacheblend": (40.0, 0.0, 0)},
+    False: {"full": (38.0, 0.0, 0), "reuse": (51.1, 0.0, 1), "ask": (125.6, 6.0, 2), "cacheblend": (57.1, 7.5, 2)},
 }
 
 
@@ -21,4 +21,6 @@ def test_no_more_operations_and_host_reads_than_known(with_kernels):
         most = MOST[with_kernels][name]
         assert counted["per_layer"] <= most[0], name
         assert counted["per_chunk"] <= most[1], name
-        assert sum(counted["host_reads"].values()) <= most[2], counted["host_reads"]
+        # The report reads the chosen tokens and the attention's shares, once the logits are computed.
+        reads = {place: count for place, count in counted["host_reads"].items() if "fusion/plan.py" not in place}
+        assert sum(reads.values()) <= most[2], reads

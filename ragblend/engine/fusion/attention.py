@@ -174,8 +174,9 @@ BLOCK_SCORES = defaultdict(lambda: 1 << 22, cpu=1 << 19)
 
 # A layer's forward pass is queued: the host should have queued the last layer while a GPU still computes the first.
 # Reading a tensor of the device (`int`, `tolist`, a mask as an index) waits until all queued kernels have run. So row
-# positions are copied to the host once per tensor.
+# positions are copied to the host once per tensor, and not at all where their end suffices.
 _KNOWN_POSITIONS = WeakTensorKeyDictionary()
+_KNOWN_ENDS = WeakTensorKeyDictionary()
 
 
 def positions_on_host(rows: Tensor) -> tuple[int, ...]:
@@ -196,18 +197,27 @@ def positions_on_device(positions: NDArray[np.int64], device: torch.device) -> T
     return rows
 
 
-def slice_positions(rows: Tensor, part: slice) -> Tensor:
-    """Return `rows[part]`, for which `positions_on_host` needs no copy, either."""
-    sliced = rows[part]
-    _KNOWN_POSITIONS[sliced] = positions_on_host(rows)[part]
-    return sliced
-
-
-def concatenate_positions(parts: Sequence[Tensor]) -> Tensor:
-    """Return the positions of all parts, for which `positions_on_host` needs no copy, either."""
-    rows = torch.cat(list(parts))
-    _KNOWN_POSITIONS[rows] = tuple(position for part in parts for position in positions_on_host(part))
+def positions_before(rows: Tensor, end: int) -> Tensor:
+    """Return positions [R] that the device has computed, and of which the host knows that they are below `end`."""
+    _KNOWN_ENDS[rows] = end
     return rows
+
+
+def position_end(rows: Tensor) -> int:
+    """Return a position that is above all of `rows` [R]; 0 if there are none. Waits for the device if none is known."""
+    if rows not in _KNOWN_ENDS:
+        _KNOWN_ENDS[rows] = max(positions_on_host(rows), default=-1) + 1
+    end: int = _KNOWN_ENDS[rows]
+    return end
+
+
+def slice_positions(rows: Tensor, part: slice) -> Tensor:
+    """Return `rows[part]`, of which the host knows what it knows of `rows`."""
+    sliced = rows[part]
+    if rows in _KNOWN_POSITIONS:
+        _KNOWN_POSITIONS[sliced] = _KNOWN_POSITIONS[rows][part]
+        return sliced
+    return positions_before(sliced, position_end(rows))
 
 
 class AttentionExtras(NamedTuple):

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ragblend.engine.fusion.attention import (
     ProbeQueries,
     attend_with_weights,
     attention_mass,
+    position_end,
+    positions_before,
     positions_on_device,
-    positions_on_host,
 )
 from ragblend.engine.fusion.check_layers import CheckLayer, measure_deviation
 from ragblend.engine.fusion.plan import FusePlan, FuseResult
@@ -43,7 +43,6 @@ from ragblend.engine.fusion.rules import (
 from ragblend.engine.store.format.kv import LayerKV
 
 _T = TypeVar("_T")
-IntArray = NDArray[np.int64]
 
 
 class LayerCall(NamedTuple):
@@ -155,14 +154,16 @@ def fuse_steps(
 
 
 class _ActiveRows(NamedTuple):
-    """Rows of a prompt that run through a layer: R rows, of which F are fresh tokens and S are candidates."""
+    """Rows of a prompt that run through a layer: R rows, of which F are fresh tokens and S are candidates.
+
+    The host knows their numbers, and does not wait for the device to know which rows they are.
+    """
 
     rows: Tensor  # positions [R], ascending
     fresh: Tensor  # indices [F] into `rows`, ascending
     candidates: Tensor  # indices [S] into `rows`, ascending
     candidate_rows: Tensor  # positions [S] of the same candidates
     chosen: Tensor  # indices [S] of the same candidates into `_CandidateState.rows`, ascending
-    host_chosen: IntArray  # `chosen` on the host
 
 
 @dataclass(slots=True)
@@ -172,16 +173,15 @@ class _CandidateState:
     Fresh tokens have no stored KV and run through every layer. With logits, the last token is one of them.
     """
 
-    host_rows: IntArray  # positions [C] of the candidates, ascending
-    host_fused: IntArray  # positions [F] of the fresh tokens before the plan's end, ascending
-    rows: Tensor  # `host_rows` on the device
+    rows: Tensor  # positions [C] of the candidates, ascending
+    fused_rows: Tensor  # positions [F] of the fresh tokens before the plan's end, ascending
     is_edge: Tensor  # bool [C], the first and the last row of each placement
     chunks: Tensor  # int64 [C], index of the placement that the candidate is in
     fresh_rows: Tensor  # positions of all fresh tokens, ascending; the first F are before the plan's end
     last_row: Tensor  # position [1] of the last token
     drift_gain: Tensor  # float32 [T], factor on the estimated change of the token, if it is kept
     attention: Tensor | None = None  # float32 [T], set by the query probe
-    probe_hidden: Tensor | None = None  # the probe's output of layer 0 for `host_fused`, [F, hidden size]
+    probe_hidden: Tensor | None = None  # the probe's output of layer 0 for `fused_rows`, [F, hidden size]
     probe_rows: Sequence[int] = ()  # token-layers that the probe adds at each layer up to its last
     probe_s: float = 0.0
     deviation: Tensor | None = None  # float32, set at the first check layer, see FuseResult
@@ -189,29 +189,23 @@ class _CandidateState:
     # Rows that ran last, and the correction fitted for them.
     last_correction: tuple[_ActiveRows, DriftCorrection] | None = None
 
-    def choose(self, plan: FusePlan) -> IntArray:
-        """Return the indices of the candidates to recompute, ascending, for a rule that measures no deviation.
-
-        The host waits here for the device, once a prompt: it computes all indices and positions from the result.
-        """
+    def choose(self, plan: FusePlan) -> Tensor:
+        """Return the indices of the candidates to recompute, ascending, for a rule that measures no deviation."""
         attention = None if self.attention is None else self.attention[self.rows]
         inputs = RuleInputs(self.rows, attention=attention, is_edge=self.is_edge, seed=plan.seed)
         count = num_to_recompute(plan.recompute_ratio, plan.num_chunk_tokens, len(self.rows))
-        return np.array(sorted(plan.rule.score(inputs).topk(count).indices.tolist()), np.int64)
+        return plan.rule.score(inputs).topk(count).indices.sort().values
 
-    def with_fresh_rows(self, chosen: IntArray) -> _ActiveRows:
+    def with_fresh_rows(self, plan: FusePlan, chosen: Tensor) -> _ActiveRows:
         """Return the fresh rows before the plan's end together with the candidates `chosen` [S]."""
-        device, num_fresh = self.rows.device, len(self.host_fused)
-        rows = np.concatenate((self.host_fused, self.host_rows[chosen]))
-        order = np.argsort(rows)
-        indices = np.empty_like(order)
-        indices[order] = np.arange(len(order))
+        num_fresh, candidate_rows = len(self.fused_rows), self.rows[chosen]
+        rows, order = torch.cat((self.fused_rows, candidate_rows)).sort()
+        indices = order.argsort()
         return _ActiveRows(
-            positions_on_device(rows[order], device),
-            torch.as_tensor(indices[:num_fresh], device=device),
-            torch.as_tensor(indices[num_fresh:], device=device),
-            positions_on_device(self.host_rows[chosen], device),
-            torch.as_tensor(chosen, device=device),
+            positions_before(rows, plan.end),
+            indices[:num_fresh],
+            indices[num_fresh:],
+            positions_before(candidate_rows, plan.end),
             chosen,
         )
 
@@ -236,9 +230,8 @@ def _candidates(plan: FusePlan) -> _CandidateState:
         is_candidate[-1], is_fresh[-1] = False, True  # always computed: its logits are the answer
     rows, fresh_rows = np.flatnonzero(is_candidate), np.flatnonzero(is_fresh)
     return _CandidateState(
-        rows,
-        fresh_rows[: np.searchsorted(fresh_rows, plan.end)],
         positions_on_device(rows, device),
+        positions_on_device(fresh_rows[: np.searchsorted(fresh_rows, plan.end)], device),
         torch.as_tensor(is_edge[rows], device=device),
         torch.as_tensor(chunks[rows], device=device),
         positions_on_device(fresh_rows, device),
@@ -266,7 +259,7 @@ def _probe(
         if queries.pages is not None:
             from ragblend.engine.fusion import kernels
 
-            masses.append(memory[len(masses), : positions_on_host(queries.rows)[-1] + 1])
+            masses.append(memory[len(masses), : position_end(queries.rows)])
             return kernels.attend_with_weights(queries, plan.num_queries, masses[-1])
         if values is None:
             masses.append(attention_mass(queries, keys))
@@ -283,7 +276,7 @@ def _probe(
             layers.wait(layer)
         hidden = model.run_probe_layer(layer, hidden, rows, fused, hook if layer in plan.probe_layers else None)
         if layer == 0:
-            state.probe_hidden = hidden[: len(state.host_fused)].clone()  # later layers may write into `hidden`
+            state.probe_hidden = hidden[: len(state.fused_rows)].clone()  # later layers may write into `hidden`
             # The main pass reuses this output of the rows that it fuses, so only the other rows are extra in layer 0.
             num_others = len(rows) - len(state.probe_hidden)
         state.probe_s += perf_counter() - start_s
@@ -315,10 +308,10 @@ def _run_first_layer(fused: PromptKVBuffer, hidden: Tensor, active: _ActiveRows,
 def _active_rows(plan: FusePlan, state: _CandidateState) -> _ActiveRows:
     """Return the rows to run in layer 0: fresh tokens, and the candidates that the first check layer measures."""
     if not len(state.rows) or not (plan.recomputes_all or plan.recomputes_some):
-        return state.with_fresh_rows(np.arange(0))
+        return state.with_fresh_rows(plan, torch.arange(0, device=state.rows.device))
     if plan.recomputes_some and not plan.checks:
-        return state.with_fresh_rows(state.choose(plan))
-    return state.with_fresh_rows(np.arange(len(state.rows)))
+        return state.with_fresh_rows(plan, state.choose(plan))
+    return state.with_fresh_rows(plan, torch.arange(len(state.rows), device=state.rows.device))
 
 
 def _select_at_check_layer(
@@ -332,7 +325,7 @@ def _select_at_check_layer(
 ) -> tuple[Tensor, _ActiveRows]:
     """Measure the candidates among `active`. Return the indices into `active` that still run, and their rows.
 
-    Measuring runs only the norm and the K/V projection. The host waits for the device, once a check layer.
+    Measuring runs only the norm and the K/V projection. A threshold makes the host wait for the number of rows.
     """
     start_s, layer, rows, deviation = perf_counter(), check.layer, active.candidate_rows, plan.rule.deviation
     assert deviation is not None
@@ -346,12 +339,11 @@ def _select_at_check_layer(
     scores = plan.rule.score(RuleInputs(rows, measured.squared(deviation)))
     highest = scores.topk(num_to_recompute(check.ratio, plan.num_chunk_tokens, len(rows))).indices
     if check.threshold > 0:
-        highest = highest.where(measured.relative(deviation)[highest] >= check.threshold, -1)
-    picked = np.array(sorted(index for index in highest.tolist() if index >= 0), np.int64)
-    selected = state.with_fresh_rows(active.host_chosen[picked])
+        highest = highest[measured.relative(deviation)[highest] >= check.threshold]
+    picked = highest.sort().values
+    selected = state.with_fresh_rows(plan, active.chosen[picked])
     remaining = torch.empty_like(selected.rows)
-    picked_candidates = active.candidates[torch.as_tensor(picked, device=rows.device)]
-    remaining[selected.fresh], remaining[selected.candidates] = active.fresh, picked_candidates
+    remaining[selected.fresh], remaining[selected.candidates] = active.fresh, active.candidates[picked]
     state.select_s += perf_counter() - start_s
     return remaining, selected
 

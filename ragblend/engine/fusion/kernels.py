@@ -26,7 +26,7 @@ from ragblend.engine.fusion.attention import (
     PagedLayer,
     ProbeQueries,
     Rotation,
-    positions_on_host,
+    position_end,
 )
 from ragblend.engine.fusion.protocols import FreshRowsCallback
 from ragblend.engine.fusion.rules import MAX_DRIFT_RATIO, DriftCorrection
@@ -219,7 +219,7 @@ def attend(
     heads, dim_v = layer.keys.shape[2], layer.values.shape[3]
     groups = num_heads // heads
     pairs, keys = _attention_tile(max(dim_k, dim_v), num_rows * groups)
-    tiles, num_keys = triton.cdiv(num_rows * groups, pairs), positions_on_host(rows)[-1] + 1
+    tiles, num_keys = triton.cdiv(num_rows * groups, pairs), position_end(rows)
     if num_splits is None:
         num_splits = _num_splits(tiles * heads, num_keys, query.device)
     span = triton.cdiv(triton.cdiv(num_keys, num_splits), keys) * keys

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import concatenate_positions, positions_on_host
+from ragblend.engine.fusion.attention import position_end
 from ragblend.engine.fusion.check_layers import CheckLayer, mean_ratio, schedule_check_layers
 from ragblend.engine.fusion.protocols import LayerwiseModel
 from ragblend.engine.fusion.rules import (
@@ -102,7 +102,7 @@ class FusedKV:
 
     def write(self, layer: int, rows: Tensor | slice, keys: Tensor, values: Tensor) -> None:
         """Write `keys` and `values` [H, R, D] at `rows` (positions [R], or a slice)."""
-        last = rows.stop if isinstance(rows, slice) else positions_on_host(rows)[-1] + 1
+        last = rows.stop if isinstance(rows, slice) else position_end(rows)
         if last > self._layers[layer].keys.shape[1]:
             self._grow(last)
         self._layers[layer].keys[:, rows] = keys
@@ -292,7 +292,7 @@ def merge_fusions(fused: Sequence[tuple[FusePlan, FuseResult]]) -> tuple[FusePla
             kept[layer] += count
     merged = replace(
         result,
-        recomputed=concatenate_positions([part.recomputed for _, part in fused]),
+        recomputed=torch.cat([part.recomputed for _, part in fused]),
         rows_per_layer=[sum(rows) for rows in zip(*(part.rows_per_layer for _, part in fused), strict=True)],
         fixed_cost=sum(part.fixed_cost for _, part in fused),
         probe_s=sum(part.probe_s for _, part in fused),
@@ -317,7 +317,7 @@ def record_fusion(
     `report.attention_*`: see `question_attention_shares`. `report.mean_deviation`: the mean relative deviation of the
     recomputed tokens, at the first check layer. Figures that the rule did not measure stay None.
     """
-    recomputed = sorted(positions_on_host(fused.recomputed))
+    recomputed = sorted(fused.recomputed.tolist()) if len(fused.recomputed) else []
     num_computed = 0  # chunk tokens without KV, which run through every layer
     placement_by_end = {placement.end: placement for placement in plan.placements}
     report.chunks = [ChunkReport(run.source, run.num_tokens, hit=False) for run in runs]

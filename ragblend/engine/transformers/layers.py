@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
-from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, Rotation, has_kernels, positions_on_host
+from ragblend.engine.fusion.attention import ROTARY_LAYOUTS, RotaryLayout, Rotation, has_kernels, position_end
 from ragblend.engine.fusion.plan import FusedKV
 from ragblend.engine.fusion.protocols import FreshRowsCallback, PromptKVBuffer, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
@@ -168,7 +168,7 @@ class TransformersLayers:
         values of `rows[hook.row_indices]`. In some models, the last layers make no KV and read the KV of earlier
         layers. The call for the last layer that makes KV then also runs the layers that make none.
         """
-        rotation = self.kernel_rotation(layer, positions_on_host(rows)[-1] + 1) if self.uses_kernels else None
+        rotation = self.kernel_rotation(layer, position_end(rows)) if self.uses_kernels else None
         cache = RowCache(fused, partial(self._rotation, layer), rows, self._family, hook, rotation)
         for index in range(layer, layer + 1 if layer < self.num_layers - 1 else len(self._layers)):
             hidden = self._run(index, hidden, rows, cache, blend_rows=rows, blend_kernels=self.uses_kernels)
@@ -182,7 +182,7 @@ class TransformersLayers:
         It differs from `run_layer` in two ways. `probe_hook` receives the queries, keys and values of the attention; if
         it returns a tensor, this is the attention's output. Layers that make no KV do not run.
         """
-        rotation = self.kernel_rotation(layer, positions_on_host(rows)[-1] + 1) if self.uses_kernels else None
+        rotation = self.kernel_rotation(layer, position_end(rows)) if self.uses_kernels else None
         cache = RowCache(fused, partial(self._rotation, layer), rows, self._family, None, rotation)
         how = {"blend_rows": rows, "blend_kernels": self.uses_kernels, "blend_probe_hook": probe_hook}
         return self._run(layer, hidden, rows, cache, **how)

@@ -19,7 +19,7 @@ from ragblend.engine.fusion.attention import (
     add_rotated,
     inverse_tables,
     max_placeable_tokens,
-    positions_on_host,
+    position_end,
     rotate,
 )
 
@@ -129,8 +129,7 @@ class RotaryTables:
         for each in cached:
             if each.rows is rows and each.kind == kind and each.layout == layout:
                 return each
-        # Positions start again in each packed chunk, so the last one may not be the highest.
-        end = max(positions_on_host(rows), default=0) + 1
+        end = position_end(rows)
         whole = self._tables.get((kind, layout))
         cos, sin = whole if whole is not None and len(whole[0]) >= end else self._make_tables(end, kind, layout)
         tables = RowTables(rows, kind, layout, end, cos[rows], sin[rows])

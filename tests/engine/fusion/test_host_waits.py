@@ -1,4 +1,4 @@
-"""The host queues layers and does not wait for them: one host read for each selection, however many layers."""
+"""The host queues layers and does not wait for them: torch's attention reads the chosen rows, kernels read nothing."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def looks(family: str, rule: str, num_layers: int) -> Counter[str]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])  # Gemma 2 has windows, and scores that no kernel computes
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_each_selection_takes_one_host_read_however_many_layers(rule, family):
+def test_torchs_attention_reads_rows_once_however_many_layers(rule, family):
     few, many = looks(family, rule, 6), looks(family, rule, 12)
     if RULES[rule].is_gradual:  # Gemma 2 has no global layer 0, so it is measured from layer 1 on, too
         assert (sum(few.values()), sum(many.values())) == (5, 11)
         return
     assert few == many
-    assert sum(few.values()) == 1, f"only the chosen tokens are read: {few}"
+    assert sum(few.values()) <= 2, f"rows before and after the selection: {few}"
 
 
 def test_a_host_read_is_counted_once_per_tensor():

@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import test_fuse
 import torch
 from test_fuse import ATOL, blend, full_prefill, make_prompt
 from tiny_models import FAMILIES, make_model
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from ragblend.engine.fusion.plan import Placement
+from ragblend.engine.fusion.fuse import fuse
+from ragblend.engine.fusion.plan import FuseResult, Placement
 from ragblend.engine.store.format.kv import convert_kv_dtype
 from ragblend.engine.transformers.layers import TransformersLayers
 
 pytest.importorskip("triton")
+from ragblend.engine.fusion import kernels  # noqa: E402
 
 # RoPE of halves, of a part, of adjacent dimensions, before a norm, of an expanded latent; windows, soft caps and sinks.
 CHOSEN = ("llama", "phi3_partial", "cohere", "hunyuan", "deepseek_v2", "gemma2", "gpt_oss")
@@ -60,3 +66,26 @@ def test_kernels_place_eight_bit_chunks_as_torch_does(kv_dtype, monkeypatch):
     for layer in range(layers.num_layers):
         torch.testing.assert_close(found.fused.keys(layer), expected.fused.keys(layer), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["ask", "cacheblend", "cacheblend_gradual"])
+def test_no_value_is_read_before_the_logits(layers, rule, monkeypatch):
+    if layers.config.model_type in ("gpt_oss", "deepseek_v2"):
+        pytest.skip("torch has no float32 product of experts in this mode")
+    prompt, fused = make_prompt(6, (13, 9, 11)), []
+
+    def kept(*args: Any) -> FuseResult:
+        fused.append(fuse(*args))
+        return fused[-1]
+
+    monkeypatch.setattr(layers, "uses_kernels", True)
+    monkeypatch.setattr(test_fuse, "fuse", kept)
+    blend(layers, prompt, 0.3, rule)  # makes what is made once: chunks, tables, scratch memory
+    expected = fused[-1]
+    monkeypatch.setattr(kernels, "_launch", lambda *_args, **_options: None)
+    monkeypatch.setattr(kernels.Pieces, "locate", lambda *_: None)
+    # A tensor in this mode has no values, so that reading one is an error: `blend` itself does it after `fuse`.
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(DataDependentOutputException):
+        blend(layers, prompt, 0.3, rule)
+    assert fused[-1] is not expected
+    assert (fused[-1].logits.shape, len(fused[-1].recomputed)) == (expected.logits.shape, len(expected.recomputed))

@@ -19,7 +19,6 @@ class RequestRows(NamedTuple):
     owner: int  # index of the request
     span: slice  # indices among the call's rows
     rows: Tensor  # positions in the request's prompt, [R] int64
-    positions: Sequence[int]  # the same positions, on the host
 
 
 class AttentionCall(NamedTuple):

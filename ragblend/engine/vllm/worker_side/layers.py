@@ -34,7 +34,7 @@ from ragblend.engine.fusion.attention import (
     Rotation,
     has_kernels,
     inverse_tables,
-    positions_on_host,
+    position_end,
     rotate,
     slice_positions,
 )
@@ -155,7 +155,7 @@ class VllmLayers:
 
     def unrotate_keys(self, layer: int, keys: Tensor, rows: Tensor) -> Tensor:
         """Return the pre-RoPE form [H, R, D] of rotated `keys` at positions `rows` [R]. Only if `uses_kernels`."""
-        cos, sin, adjacent, _ = self.kernel_rotation(layer, positions_on_host(rows)[-1] + 1)
+        cos, sin, adjacent, _ = self.kernel_rotation(layer, position_end(rows))
         return rotate(keys, *inverse_tables(cos[rows], sin[rows]), adjacent)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -226,14 +226,14 @@ class VllmLayers:
         alone = probe_hook if fits else None  # a hook that receives all rows at once may also compute their attention
         split = zip(torch.split(hidden, self.max_rows), torch.split(rows, self.max_rows), strict=True)
         for part, positions in [(hidden, rows)] if fits else split:
-            whole = RequestRows(0, slice(0, len(part)), positions, positions_on_host(positions))
+            whole = RequestRows(0, slice(0, len(part)), positions)
             with self._own[layer].in_place([whole], [fused], probe_hook=alone) as seen, self._context(len(part)):
                 outputs.append(self._decoder.run_layer(layer, positions, part))
             queries += seen
         if probe_hook is not None and alone is None:
             own, pages = self._own[layer], fused.pages(layer) if fused.has_pages else None
             probe_queries = ProbeQueries(torch.cat(queries, 1), rows, own.scale, own.params, pages=pages)
-            end = positions_on_host(rows)[-1] + 1
+            end = position_end(rows)
             probe_hook(probe_queries, pages.keys if pages else own.resident_kv(fused, end).keys, None)
         return torch.cat(outputs)
 
@@ -305,8 +305,7 @@ class VllmLayers:
                 mine = slice(max(start, span.start) - start, min(end, span.stop) - start)
                 if mine.start < mine.stop:
                     here = slice(mine.start + start - first, mine.stop + start - first)
-                    part = slice_positions(rows[owner], mine)
-                    parts.append(RequestRows(owner, here, part, positions_on_host(part)))
+                    parts.append(RequestRows(owner, here, slice_positions(rows[owner], mine)))
             calls.append(AttentionCall(span, joined[span], parts=tuple(parts)))
         return calls
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows
+from ragblend.engine.fusion.attention import AttentionExtras, ProbeQueries, attend_rows, position_end
 from ragblend.engine.fusion.protocols import FreshRowsCallback, QueryProbeHook
 from ragblend.engine.store.format.kv import LayerKV
 from ragblend.engine.vllm.worker_side.attention_calls import RequestRows
@@ -94,14 +94,14 @@ class OwnAttention:
         probe_hook: QueryProbeHook | None,
     ) -> Tensor:
         """Write the `fresh` rows [H, R, D]. Return the attention [Hq, R, D] of the queries `states` to the KV."""
-        _, _, rows, positions = part
+        rows = part.rows
         fused.write(self._layer, rows, *fresh)
-        keys, values = self.resident_kv(fused, positions[-1] + 1)
-        queries = ProbeQueries(states, rows, self.scale, self.params, positions)
+        keys, values = self.resident_kv(fused, position_end(rows))
+        queries = ProbeQueries(states, rows, self.scale, self.params)
         output = probe_hook(queries, keys, values) if probe_hook is not None else None
         if output is not None:
             return output
-        return attend_rows(states[None], keys[None], values[None], rows, self.scale, self.params, positions)[0]
+        return attend_rows(states[None], keys[None], values[None], rows, self.scale, self.params)[0]
 
     def _attend_by_kernels(
         self,
@@ -117,7 +117,7 @@ class OwnAttention:
 
         pages = fused.pages(self._layer)
         fused.write_by_kernels(self._layer, part.rows, fresh, hook)
-        queries = ProbeQueries(states, part.rows, self.scale, self.params, part.positions, pages)
+        queries = ProbeQueries(states, part.rows, self.scale, self.params, pages=pages)
         output = probe_hook(queries, pages.keys, pages.values) if probe_hook is not None else None
         if output is not None:
             return output
