@@ -20,7 +20,7 @@ from ragblend.engine.store.format.kv import convert_kv_dtype
 from ragblend.engine.transformers.layers import TransformersLayers
 
 pytest.importorskip("triton")
-from ragblend.engine.fusion import kernels  # noqa: E402
+from ragblend.engine.fusion import kernels
 
 # RoPE of halves, of a part, of adjacent dimensions, before a norm, of an expanded latent; windows, soft caps and sinks.
 CHOSEN = ("llama", "phi3_partial", "cohere", "hunyuan", "deepseek_v2", "gemma2", "gpt_oss")
