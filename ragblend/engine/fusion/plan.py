@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -366,14 +367,15 @@ def question_attention_shares(plan: FusePlan, fused: FuseResult) -> tuple[float,
     """
     if fused.attention is None:
         return None
-    is_stored = torch.zeros(len(fused.attention), dtype=torch.bool, device=fused.attention.device)
+    is_stored = np.zeros(len(fused.attention), bool)  # on the host, which needs one copy for all chunks
     for placement in plan.placements:
         is_stored[placement.start : placement.end] = not placement.exact
     is_stored[plan.exact_end : plan.num_resident] = True
     if plan.wants_logits:
         is_stored[-1] = False  # the last token is computed even where its KV is stored
     mass = fused.attention.double()
-    recomputed, candidates = mass[fused.recomputed].sum(), mass.where(is_stored, 0.0).sum()
+    on_device = torch.from_numpy(is_stored).to(mass.device, non_blocking=True)
+    recomputed, candidates = mass[fused.recomputed].sum(), mass.where(on_device, 0.0).sum()
     everything = mass.sum()
     shares = torch.stack((everything - candidates, recomputed, candidates - recomputed)) / everything
     exact, replaced, stale = shares.tolist()
