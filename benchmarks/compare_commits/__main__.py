@@ -6,9 +6,9 @@
     python -m benchmarks.compare_commits documents --base COMMIT --count 100000
 
 The commit is checked out beside this tree, and both run in the same environment. `requests`: 48 requests, whose first
-logits and whole KV are compared byte for byte. `times`: what `ragblend bench ttft` and `benchmarks.ingest` time.
-`documents`: the steps of `benchmarks.many_documents`, over two stores of as many documents. Each command runs
-with the classes of its tree, so the commit must be recent enough to have them.
+logits and whole KV are compared byte for byte. `times`: what `ragblend bench ttft` and `benchmarks.ingest` time; in
+vLLM's environment with `--backend vllm`, too. `documents`: the steps of `benchmarks.many_documents`, over two stores of
+as many documents. Each command runs with the classes of its tree, so the commit must be recent enough to have them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import typer
 from benchmarks.compare_commits import time_documents, time_requests
 from benchmarks.results import ModelOption, OutOption, write_result
 from ragblend.cli.printing import print_notice
-from ragblend.lab.bench.common.configs import QualityConfig
+from ragblend.lab.bench.common.configs import Backend, QualityConfig
 from ragblend.lab.quality.data import load_cases
 
 ROOT = Path(__file__).parents[2]
@@ -118,11 +118,14 @@ def compare_requests(
 
 
 @app.command("times")
-def compare_times(base: BaseOption, turns: TurnsOption = 12, out: OutOption = None) -> None:
+def compare_times(
+    base: BaseOption, turns: TurnsOption = 12, backend: Backend = "transformers", out: OutOption = None
+) -> None:
     """Compare the time to first token in each mode, prefill and ingestion. The two trees take turns at each step."""
-    with started_in_both_trees(base, "time_requests.py") as processes:
-        steps = time_in_turns(processes, time_requests.STEPS, turns)
-    write_result({"command": _command(f"times --turns {turns}", base), "turns": turns, "steps": steps}, out)
+    with started_in_both_trees(base, "time_requests.py", backend) as processes:
+        steps = time_in_turns(processes, time_requests.STEPS[backend], turns)
+    command = _command(f"times --turns {turns} --backend {backend}", base)
+    write_result({"command": command, "turns": turns, "steps": steps}, out)
 
 
 @app.command("documents")

@@ -1,14 +1,15 @@
 """Times the first token and ingestion, one step for each line that it reads. `compare_commits` runs it in each tree.
 
-A line names a step of STEPS. The workloads are those of `ragblend bench ttft --shape llama-50m` and of
-`benchmarks.ingest`, on one thread.
+A line names a step of STEPS. The workloads are those of `ragblend bench ttft --shape llama-50m` and, of the
+transformers engine, of `benchmarks.ingest`, on one thread. The argument is the backend, transformers or vllm.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from time import perf_counter
 
@@ -17,6 +18,7 @@ from ragblend.engine.store.open import open_store
 from ragblend.engine.store.tiered import MemoryStore
 from ragblend.errors import RagblendError
 from ragblend.ingestion.contexts import chunk_variants
+from ragblend.lab.bench.common.configs import TtftConfig
 from ragblend.lab.bench.common.workloads import engine_for, make_prompts, open_directory, torch_threads, vocab_size
 from ragblend.options import ContextPolicy, Mode
 from ragblend.precompute import precompute_chunks
@@ -30,11 +32,45 @@ REQUESTS: tuple[tuple[Mode, str], ...] = (
     ("blend", "cacheblend"),
 )
 POLICIES: tuple[ContextPolicy, ...] = ("none", "neutral")
-STEPS = (*(f"{mode} {rule}" for mode, rule in REQUESTS), "prefill", *(f"ingest {policy}" for policy in POLICIES))
+FIRST_TOKENS = tuple(f"{mode} {rule}" for mode, rule in REQUESTS)
+STEPS = {
+    "transformers": (*FIRST_TOKENS, "prefill", *(f"ingest {policy}" for policy in POLICIES)),
+    "vllm": FIRST_TOKENS,
+}
 
 
-def main() -> None:
+def main(backend: str) -> None:
     """Print a line when the chunks are stored, and a line of JSON per measurement, in seconds."""
+    output = sys.stdout
+    with redirect_stdout(sys.stderr), timed_vllm() if backend == "vllm" else timed_transformers() as steps:
+        for step in steps.values():
+            step()
+        print("stored", flush=True, file=output)
+        for line in sys.stdin:
+            print(json.dumps(steps[line.strip()]()), flush=True, file=output)
+
+
+@contextmanager
+def timed_vllm() -> Iterator[dict[str, Callable[[], float]]]:
+    """Yield the steps REQUESTS of vLLM, whose prefix cache is empty but for the first chunk in mode prefix."""
+    from ragblend.lab.bench.ttft_vllm import cache_first_chunks, open_vllm
+
+    config = TtftConfig(backend="vllm", dtype="float32", num_chunks=6, chunk_tokens=CHUNK_TOKENS, question_tokens=32)
+    with torch_threads(1), open_vllm(config, SHAPE, num_prompts=2, memory_gib=4.0) as engine:
+        chunks, [prompt] = make_prompts(*config.prompt_shape, 1, vocab_size(engine))
+        for chunk in chunks:
+            engine.precompute(chunk)
+
+        def request(mode: Mode, rule: str) -> float:
+            cache_first_chunks(engine, [prompt] if mode == "prefix" else [])
+            return engine.generate(prompt, mode=mode, rule=rule, recompute_ratio=RATIO, max_tokens=1).report.ttft_s
+
+        yield {f"{mode} {rule}": partial(request, mode, rule) for mode, rule in REQUESTS}
+
+
+@contextmanager
+def timed_transformers() -> Iterator[dict[str, Callable[[], float]]]:
+    """Yield the steps STEPS of the transformers engine."""
     with (
         torch_threads(1),
         open_directory() as directory,
@@ -65,17 +101,12 @@ def main() -> None:
                 ingesting.forget(variant)
             return seconds
 
-        steps: dict[str, Callable[[], float]] = {
+        yield {
             **{f"{mode} {rule}": partial(request, mode, rule) for mode, rule in REQUESTS},
             "prefill": prefill,
             **{f"ingest {policy}": partial(ingest, policy) for policy in POLICIES},
         }
-        for step in steps.values():
-            step()
-        print("stored", flush=True)
-        for line in sys.stdin:
-            print(json.dumps(steps[line.strip()]()), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

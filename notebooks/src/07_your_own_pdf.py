@@ -89,7 +89,7 @@ print(*(path.name for path in (folder / "papers").iterdir()))
 # %% [markdown]
 # ## Ingest
 # `ingest` reads the PDF, splits it into chunks, and embeds them for the search. It computes and stores the KV of every
-# chunk, alone and after a neutral text. A second run computes nothing new.
+# chunk. A second run computes nothing new.
 
 # %%
 SYSTEM = "Answer the question from the texts, with a short sentence."
@@ -147,7 +147,7 @@ print(
     f"by rule {report.rule}, {report.prompt_tokens - report.num_reused_tokens - report.num_recomputed_tokens} computed"
 )
 for chunk in report.chunks:
-    kind = "exact" if chunk.exact else f"stored {'alone' if chunk.context == 'none' else 'after a neutral text'}"
+    kind = "exact" if chunk.exact else "as stored"
     print(f"  {chunk.num_tokens:>4} tokens, {chunk.num_recomputed_tokens:>3} recomputed, {kind}")
 
 # %% [markdown]

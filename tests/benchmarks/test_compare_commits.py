@@ -49,8 +49,8 @@ def test_times_of_documents_are_compared_step_by_step(tmp_path):
 
 
 def test_each_step_of_a_request_is_timed_in_both_trees(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare_commits.time_requests, "STEPS", ("reuse auto", "ingest neutral"))
-    compare_commits.compare_times("HEAD", 1, tmp_path / "out.json")
+    monkeypatch.setitem(compare_commits.time_requests.STEPS, "transformers", ("reuse auto", "ingest neutral"))
+    compare_commits.compare_times("HEAD", 1, out=tmp_path / "out.json")
     steps = json.loads((tmp_path / "out.json").read_text())["steps"]
     assert list(steps) == ["reuse auto", "ingest neutral"]
     assert all(step["base"] > 0 and step["here"] > 0 for step in steps.values())
