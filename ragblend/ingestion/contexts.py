@@ -25,8 +25,8 @@ def apply_context_policy(engine: Engine, requested: ContextPolicy | None) -> Non
     """Set the engine's context policy to `requested`, and record the policy in the store.
 
     The policy says which variants of a chunk are stored, see `chunk_variants`. `requested` None: keep the engine's
-    policy; "none" is then not recorded. Raises UsageError for the policy "none" if the store has
-    recorded "neutral", because only some chunks of the store would then have neutral variants.
+    policy; "none" is then not recorded. Raises UsageError for the policy "none" if the store has recorded "neutral",
+    because only some chunks of the store would then have neutral variants.
     """
     if requested is None and engine.context == "none":
         return

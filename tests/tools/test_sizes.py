@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ragblend"
 MOST_LINES, MOST_FILES = 420, 14
 LONGER_FILES = {  # each entry needs a review
-    "engine/fusion/attention.py": 430,
+    "engine/fusion/attention.py": 440,
     "engine/fusion/plan.py": 430,
     "engine/store/format/chunk_file.py": 520,
     "engine/store/disk.py": 480,

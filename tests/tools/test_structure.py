@@ -8,7 +8,7 @@ from tools.structure.draw import draw
 from tools.structure.walk import blended_call
 
 ROOT = Path(__file__).parents[2]
-MOST_FILES, MOST_FUNCTIONS = 35, 207
+MOST_FILES, MOST_FUNCTIONS = 35, 209
 
 
 def test_a_blended_call_runs_through_no_more_files_than_the_page_lists():

@@ -57,6 +57,10 @@ def speed() -> Iterator[tuple[str, str]]:
 
 def closeness() -> Iterator[tuple[str, str]]:
     """Yield pages and rows of SmolLM2's closeness to full prefill, and of its answers."""
+    runs = quality("quality-musique")
+    keys = ("ask", 0.05), ("cacheblend", 0.15), ("none", 0.0)
+    ours, paper, reuse = (f"{runs[key]['first_token_kl']:.3f}".removeprefix("0") for key in keys)
+    yield "README.md", f"MuSiQue: KL {ours}; CacheBlend's rule at 15 % {paper}, full reuse {reuse}"
     for key, run in quality("quality-nq-200").items():
         kl = "0" if key == ("none", 1.0) else interval(run, "first_token_kl", 3)
         contains = f"{run['contains_answer']:.3f}"
@@ -72,17 +76,18 @@ def study() -> Iterator[tuple[str, str]]:
     for run in result("quality-1-5b")["runs"]:
         runs[run["kind"], run["rule"], run["ratio"], run["context"]] = run
     rows = {
-        ("none", 1.0, "none"): ("full prefill", "everything", "not used"),
-        ("none", 0.0, "none"): ("full reuse", "nothing", "computed alone"),
-        ("cacheblend", 0.15, "none"): ("CacheBlend's rule", "15 %", "computed alone"),
-        ("ask", 0.05, "neutral"): ("ragblend at 5 %", "5 %", "after a neutral text"),
-        ("ask", 0.3, "neutral"): ("ragblend", "30 %, measured", "after a neutral text"),
+        ("none", 1.0, "none"): ("full prefill", "everything"),
+        ("none", 0.0, "none"): ("full reuse", "nothing"),
+        ("cacheblend", 0.15, "none"): ("CacheBlend's rule", "15 %"),
+        ("ask", 0.05, "none"): ("ragblend at 5 %", "5 %"),
+        ("ask", 0.3, "none"): ("ragblend", "30 %, measured"),
     }
+    times = {(run["rule"], run["ratio"]): f"{run['ttft_s']:.1f} s" for run in result("times-1-5b")["runs"]}
     for key, names in rows.items():
         musique, nq = (runs[(task, *key)] for task in ("musique", "nq"))
         kl = [f"{each['first_token_kl']:.3f}" if key[1] < 1 else "0" for each in (musique, nq)]
         f1 = [f"{each['token_f1']:.2f}" for each in (musique, nq)]
-        yield "README.md", row(*names, *kl, *f1, f"{musique['ttft_s']:.1f} s")
+        yield "README.md", row(*names, *kl, *f1, times[key[:2]])
     for rule, ratio, context in dict.fromkeys(key[1:] for key in runs):
         modes = {1.0: "full prefill", 0.0: "full reuse"}
         name = f"`{rule}` {100 * ratio:.0f} %" if rule != "none" else modes[ratio]
@@ -92,6 +97,45 @@ def study() -> Iterator[tuple[str, str]]:
             kl = ("0", "0") if ratio == 1 else (interval(run, "first_token_kl", 3), f"{run['answer_kl']:.3f}")
             cells += [*kl, interval(run, "token_f1", 2)]
         yield "benchmarks/RESULTS.md", row(name, context if ratio < 1 else "-", *cells)
+
+
+CAUSES = {  # rows of the table of causes: kind, variant and ratio
+    "full reuse": ("recompute", "reuse", 0.0),
+    **{f"`ask` {100 * ratio:.0f} %": ("recompute", "ask", ratio) for ratio in (0.05, 0.15, 0.3)},
+    "`ask` 5 % without drift correction": ("recompute", "ask without drift", 0.05),
+    "the most attended tokens of full prefill, 5 %": ("recompute", "oracle", 0.05),
+    "the same, 15 %": ("recompute", "oracle", 0.15),
+    "`cacheblend` 15 %": ("recompute", "cacheblend", 0.15),
+    "the first four tokens of each chunk": ("recompute", "sinks", 0.0),
+    "`ask` 5 %, then exact KV of the recomputed tokens": ("restore", "recomputed by ask", 0.05),
+    "`ask` 5 %, then exact KV of all kept tokens": ("restore", "kept by ask", 0.05),
+    "full reuse with exact keys of all tokens": ("restore", "keys", 1.0),
+    "full reuse with exact values of all tokens": ("restore", "values", 1.0),
+    **{
+        f"full reuse with exact KV in quarter {quarter} of the layers": ("restore", f"layers {quarter} of 4", 1.0)
+        for quarter in (1, 2, 3, 4)
+    },
+}
+
+
+def causes() -> Iterator[tuple[str, str]]:
+    """Yield the rows of the table of causes: both models, over chunks stored alone and after the neutral text."""
+
+    def short(number: float) -> str:
+        return f"{number:.3f}".removeprefix("0") if number < 0.9995 else f"{number:.2f}"
+
+    def cell(run: dict[str, Any]) -> str:
+        low, high = map(short, run["interval"])
+        return f"{short(run['first_token_kl'])} ({low} to {high}), {short(run['answer_kl'])}"
+
+    runs = [result(f"causes-{model}-musique")["runs"] for model in ("smollm2", "1-5b")]
+    names = ("context", "kind", "variant", "ratio")
+    by_model = [{tuple(run[name] for name in names): run for run in found} for found in runs]
+    for name, key in CAUSES.items():
+        yield (
+            "benchmarks/RESULTS.md",
+            row(name, *(cell(found[context, *key]) for found in by_model for context in ("none", "neutral"))),
+        )
 
 
 def loading() -> Iterator[tuple[str, str]]:
@@ -106,6 +150,6 @@ def loading() -> Iterator[tuple[str, str]]:
         yield page, row(name, *(f"{run['over_memory']:.2f}" for run in runs if run["pipeline"] is has_pipeline))
 
 
-@pytest.mark.parametrize(("page", "expected"), [*speed(), *closeness(), *study(), *loading()])
+@pytest.mark.parametrize(("page", "expected"), [*speed(), *closeness(), *study(), *causes(), *loading()])
 def test_the_row_of_a_table_has_the_figures_of_the_result(page, expected):
     assert expected in (ROOT / page).read_text(encoding="utf-8").replace("*", "")
