@@ -65,6 +65,7 @@ class Closeness(NamedTuple):
     run: str
     first_token_kl: float
     answer_kl: float  # mean over the tokens of full prefill's answer
+    later_kl: float  # mean over the tokens after the first, which a refinement can change; 0 if there are none
     agreement: float  # share of these tokens that are the most likely ones in this run
 
 
@@ -91,7 +92,9 @@ def measure_answers(
 
     def closeness(run: str, found: Tensor) -> Closeness:
         first_token_kl, _ = score_fidelity(found[:1], expected.reading[:1])
-        return Closeness(number, run, first_token_kl, *score_fidelity(found, expected.reading))
+        later_kl = score_fidelity(found[1:], expected.reading[1:])[0] if len(found) > 1 else 0.0
+        answer_kl, agreement = score_fidelity(found, expected.reading)
+        return Closeness(number, run, first_token_kl, answer_kl, later_kl, agreement)
 
     results: list[Closeness] = []
     for ratio in ratios:
@@ -108,7 +111,9 @@ def measure_answers(
 
 
 def summarize(records: Sequence[Closeness]) -> list[dict[str, Any]]:
-    """Return the means of each run over the questions, the interval of the answer's KL, and its share of the base's."""
+    """Return the means of each run over the questions, intervals of the KLs of the answer and of its later tokens, and
+    the answer's KL as a share of that without refinement.
+    """
     by_run: dict[str, list[Closeness]] = defaultdict(list)
     for record in records:
         by_run[record.run].append(record)
@@ -124,6 +129,8 @@ def summarize(records: Sequence[Closeness]) -> list[dict[str, Any]]:
                 "answer_kl": answer_kl,
                 "answer_kl_interval": mean_interval([record.answer_kl for record in found]),
                 "answer_kl_over_not_refined": answer_kl / base,
+                "later_kl": fmean(record.later_kl for record in found),
+                "later_kl_interval": mean_interval([record.later_kl for record in found]),
                 "agreement": fmean(record.agreement for record in found),
             }
         )
@@ -178,7 +185,8 @@ def answers(
         low, high = run["answer_kl_interval"]
         print_line(
             f"{run['run']:<18} first token {run['first_token_kl']:.4f}, answer {run['answer_kl']:.4f} nats ({low:.4f} "
-            f"to {high:.4f}), {run['answer_kl_over_not_refined']:.2f} of not refined, same token "
+            f"to {high:.4f}), {run['answer_kl_over_not_refined']:.2f} of not refined, after the first token "
+            f"{run['later_kl']:.4f}, same token "
             f"{run['agreement']:.1%}, {run['num_questions']} questions"
         )
 

@@ -21,6 +21,8 @@ def test_answers_refined_to_ratio_one_are_full_prefill_after_the_first_token(tin
     assert refined.first_token_kl == plain.first_token_kl > 1e-6
     assert exact.answer_kl == pytest.approx(0, abs=1e-6)
     assert refined.answer_kl == pytest.approx(plain.first_token_kl / 6, abs=1e-6)
+    assert refined.later_kl == pytest.approx(0, abs=1e-6)
+    assert plain.later_kl == pytest.approx((6 * plain.answer_kl - plain.first_token_kl) / 5, rel=1e-4)
     runs = {run["run"]: run for run in summarize(records)}
     assert runs["not refined"]["answer_kl_over_not_refined"] == 1
     assert runs["refined to 1"]["answer_kl"] == refined.answer_kl
