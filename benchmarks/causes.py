@@ -340,7 +340,11 @@ def study_questions(
 
 
 def summarize(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the mean of each variant over the questions, with 95 % intervals of the first token's KL."""
+    """Return the mean of each variant over the questions, with 95 % intervals of the first token's KL.
+
+    `less_default` and `less_alone` are the paired differences [mean, low, high] of both KLs from `ask` at 5 % in the
+    same context, and from the same variant over chunks stored alone.
+    """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for question in questions:
         for row in question["rows"]:
@@ -350,10 +354,22 @@ def summarize(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for (context, kind, variant, ratio), rows in groups.items():
         means = {name: mean(row[name] for row in rows) for name in ("first_token_kl", "answer_kl", "agreement")}
         interval = mean_interval([row["first_token_kl"] for row in rows])
-        found.append(
-            {"context": context, "kind": kind, "variant": variant, "ratio": ratio, **means, "interval": interval}
-        )
+        run = {"context": context, "kind": kind, "variant": variant, "ratio": ratio, **means, "interval": interval}
+        bases = {"less_default": (context, "recompute", "ask", 0.05), "less_alone": ("none", kind, variant, ratio)}
+        for name, base in bases.items():
+            if base in groups and base != (context, kind, variant, ratio):
+                run[name] = _paired_differences(rows, groups[base])
+        found.append(run)
     return found
+
+
+def _paired_differences(rows: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the mean of the differences between rows of the same questions, and its interval, of both KLs."""
+    differences = {
+        name: [row[name] - other[name] for row, other in zip(rows, base, strict=True)]
+        for name in ("first_token_kl", "answer_kl")
+    }
+    return {name: [mean(values), *mean_interval(values)] for name, values in differences.items()}
 
 
 def main(

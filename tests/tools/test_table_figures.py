@@ -138,6 +138,31 @@ def causes() -> Iterator[tuple[str, str]]:
         )
 
 
+DIFFERENCES = (  # model, key of the run, base of its paired differences, measure
+    ("1-5b", ("none", "restore", "recomputed by ask", 0.05), "less_default", "first_token_kl"),
+    ("smollm2", ("none", "restore", "recomputed by ask", 0.05), "less_default", "first_token_kl"),
+    ("smollm2", ("none", "recompute", "oracle", 0.05), "less_default", "first_token_kl"),
+    ("smollm2", ("none", "recompute", "oracle", 0.05), "less_default", "answer_kl"),
+    ("1-5b", ("none", "recompute", "oracle", 0.05), "less_default", "first_token_kl"),
+    ("1-5b", ("none", "recompute", "ask", 0.3), "less_default", "first_token_kl"),
+    ("smollm2", ("none", "recompute", "ask without drift", 0.05), "less_default", "first_token_kl"),
+    ("1-5b", ("none", "recompute", "ask without drift", 0.05), "less_default", "first_token_kl"),
+    ("smollm2", ("neutral", "recompute", "ask", 0.05), "less_alone", "answer_kl"),
+    ("1-5b", ("neutral", "recompute", "ask", 0.05), "less_alone", "answer_kl"),
+    ("1-5b", ("neutral", "recompute", "ask", 0.3), "less_alone", "answer_kl"),
+    ("1-5b", ("neutral", "recompute", "reuse", 0.0), "less_alone", "answer_kl"),
+)
+
+
+@pytest.mark.parametrize(("model", "key", "base", "measure"), DIFFERENCES)
+def test_a_difference_of_causes_is_that_of_the_result(model, key, base, measure):
+    names = ("context", "kind", "variant", "ratio")
+    (run,) = (run for run in result(f"causes-{model}-musique")["runs"] if tuple(run[name] for name in names) == key)
+    numbers = (f"{number:+.3f}".replace("+0.", "+.").replace("-0.", "-.") for number in run[base][measure])
+    page = " ".join((ROOT / "benchmarks/RESULTS.md").read_text(encoding="utf-8").split())
+    assert "{} [{}, {}]".format(*numbers) in page
+
+
 def loading() -> Iterator[tuple[str, str]]:
     """Yield pages and rows of loading from slow storage."""
     runs = [run for run in result("base-load-ask")["runs"] if run["source"] != "memory"]
